@@ -1,0 +1,1 @@
+"""The artifact directory on disk: manifest, bodies, weights, tokenizer. Knows nothing about devices."""

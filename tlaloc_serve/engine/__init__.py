@@ -1,0 +1,1 @@
+"""Turns an artifact and a client into tokens: pages, schedule, step, pick."""

@@ -1,0 +1,1 @@
+"""Half one: reads a checkpoint and writes an artifact. Never loads a plugin; half two never imports it."""
