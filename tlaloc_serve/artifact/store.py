@@ -1,0 +1,225 @@
+"""Open an artifact directory: containment, sizes, hashes. The bytes that were hashed are the bytes handed out.
+
+Everything a plugin will be given is checked here, before anyone looks for a plugin. Bodies and the tokenizer are
+read and hashed once and kept; weights are mapped on demand (read-only, private), so a weight's bytes exist once in
+memory, in the page cache.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import hashlib
+import mmap
+import os
+import pathlib
+import stat
+from dataclasses import dataclass
+
+from tlaloc_serve.artifact.body import Signature, check_signature, parse_signature
+from tlaloc_serve.artifact.manifest import MANIFEST_NAME, Entry, Manifest, Weight
+from tlaloc_serve.artifact.parse import parse_manifest, program_types
+from tlaloc_serve.errors import ArtifactError
+
+# A manifest or a body larger than this is not one: the largest real ones are a few MB.
+_MAX_TEXT_BYTES = 1 << 30
+
+
+@dataclass(frozen=True)
+class Body:
+    """One StableHLO module: `data` is what was hashed and what gets compiled."""
+
+    hash: str
+    data: bytes
+    signature: Signature
+
+
+class Artifact:
+    """An opened artifact. Holds the bodies in memory and no file open; `map_weight` maps one weight at a time."""
+
+    def __init__(
+        self,
+        root: pathlib.Path,
+        manifest: Manifest,
+        bodies: dict[str, Body],
+        tokenizer: bytes | None,
+        weights_verified: bool,
+    ):
+        self.root = root
+        self.manifest = manifest
+        self.tokenizer = tokenizer
+        self.weights_verified = weights_verified
+        self._bodies = bodies
+
+    def body(self, entry: Entry) -> Body:
+        return self._bodies[entry.body_hash]
+
+    def map_weight(self, weight: Weight) -> mmap.mmap:
+        """The weight's bytes, mapped read-only and page-aligned. Raises ArtifactError if the file changed since."""
+        return _map(self.root, weight, f"weights.table {weight.name}")
+
+
+def open_artifact(path: str | os.PathLike[str], *, verify_weights: bool = False) -> Artifact:
+    """Open and check the artifact at `path`; `path` may also name a manifest file inside one.
+
+    Checks the manifest, every body's hash and signature, every program file, the tokenizer's hash and the size of every
+    weight; with `verify_weights` the hash of every weight too. Raises ArtifactError with the file and the field.
+    """
+    given = pathlib.Path(path)
+    root, name = (given.parent, given.name) if given.suffix == ".json" else (given, MANIFEST_NAME)
+    if not root.is_dir():
+        raise ArtifactError(root, "", "no such directory", todo="name an artifact: a directory with a " + MANIFEST_NAME)
+    if not os.path.lexists(root / name):
+        raise ArtifactError(
+            root, "", f"not an artifact: there is no {name} in it", todo="name the directory an export wrote"
+        )
+    root = root.resolve()
+    source = str(given if given.suffix == ".json" else given / name)
+    manifest = parse_manifest(_read(root, name, "", None, source), source)
+    bodies: dict[str, Body] = {}
+    for index, entry in enumerate(manifest.entries):
+        _check_program(root, entry, f"entries[{index}]")
+        if entry.body_hash not in bodies:
+            bodies[entry.body_hash] = _read_body(root, entry, f"entries[{index}].bodyPath")
+        check_signature(bodies[entry.body_hash].signature, entry, str(root / entry.body_path))
+    tokenizer = None
+    if manifest.frontend.tokenizer is not None:
+        file = manifest.frontend.tokenizer
+        tokenizer = _read(root, file.path, "frontend.tokenizer", file.sha256, source, file.byte_length)
+    for index, weight in enumerate(manifest.weights):
+        _check_size(_locate(root, weight.path, f"weights.table[{index}].path", source), weight)
+    if verify_weights:
+        _verify_weights(root, manifest)
+    return Artifact(root, manifest, bodies, tokenizer, verify_weights)
+
+
+def _locate(root: pathlib.Path, relative: str, field: str, source: str) -> pathlib.Path:
+    """The regular file `relative` names, guaranteed to lie inside `root` after following links."""
+    if not relative or "\0" in relative or os.path.isabs(relative) or ".." in pathlib.PurePosixPath(relative).parts:
+        raise ArtifactError(
+            source,
+            field,
+            "the path may not leave the artifact",
+            got=repr(relative),
+            want="a relative path without `..`",
+        )
+    try:
+        resolved = (root / relative).resolve(strict=True)
+        status = os.stat(resolved)
+    except (OSError, RuntimeError) as error:
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else "a loop of symbolic links"
+        raise ArtifactError(
+            root / relative,
+            field,
+            f"cannot be read: {reason}",
+            todo="the artifact is incomplete: copy or export it again",
+        ) from None
+    if not resolved.is_relative_to(root):
+        raise ArtifactError(
+            root / relative,
+            field,
+            "a symbolic link leaves the artifact",
+            got=str(resolved),
+            want=f"a file below {root}",
+        )
+    if not stat.S_ISREG(status.st_mode):
+        raise ArtifactError(root / relative, field, "not a regular file")
+    return resolved
+
+
+def _read(
+    root: pathlib.Path, relative: str, field: str, sha256: str | None, source: str, length: int | None = None
+) -> bytes:
+    path = _locate(root, relative, field, source)
+    size = path.stat().st_size
+    if length is not None and size != length:
+        raise ArtifactError(root / relative, field, "wrong size", got=f"{size} bytes", want=f"{length} bytes")
+    if size > _MAX_TEXT_BYTES:
+        raise ArtifactError(root / relative, field, "too large for what it should be", got=f"{size} bytes")
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise ArtifactError(root / relative, field, f"cannot be read: {error.strerror}") from None
+    if sha256 is not None:
+        digest = hashlib.sha256(data).hexdigest()
+        if digest != sha256:
+            raise ArtifactError(
+                root / relative,
+                field,
+                "its bytes are not the ones that were exported",
+                got=f"SHA-256 {digest}",
+                want=sha256,
+                todo="copy or export the artifact again",
+            )
+    return data
+
+
+def _read_body(root: pathlib.Path, entry: Entry, field: str) -> Body:
+    data = _read(root, entry.body_path, field, entry.body_hash, str(root))
+    try:
+        text = data.decode("utf-8")
+    except UnicodeDecodeError:
+        raise ArtifactError(root / entry.body_path, field, "not UTF-8 text", want="textual StableHLO") from None
+    return Body(entry.body_hash, data, parse_signature(text, str(root / entry.body_path)))
+
+
+def _check_program(root: pathlib.Path, entry: Entry, field: str) -> None:
+    path = root / entry.program_path
+    program = program_types(_read(root, entry.program_path, f"{field}.programPath", None, str(root)), str(path))
+    expected = {
+        "bodyHash": entry.body_hash,
+        "inputs": tuple(slot.type for slot in entry.inputs),
+        "outputs": tuple(slot.type for slot in entry.outputs),
+    }
+    for key, want in expected.items():
+        if program[key] != want:
+            got = program[key]
+            if isinstance(want, tuple) and len(got) == len(want):
+                index = next(i for i, (a, b) in enumerate(zip(got, want, strict=True)) if a != b)
+                key, got, want = f"{key}[{index}]", got[index], want[index]
+            elif isinstance(want, tuple):
+                got, want = f"{len(got)} of them", str(len(want))
+            raise ArtifactError(path, key, "the program file disagrees with the manifest", got=got, want=want)
+
+
+def _check_size(path: pathlib.Path, weight: Weight) -> None:
+    size = path.stat().st_size
+    if size != weight.byte_length:
+        raise ArtifactError(
+            path,
+            weight.name,
+            "the weight file has the wrong size",
+            got=f"{size} bytes",
+            want=f"{weight.byte_length} bytes",
+            todo="copy or export the artifact again",
+        )
+
+
+def _map(root: pathlib.Path, weight: Weight, field: str) -> mmap.mmap:
+    path = _locate(root, weight.path, field, str(root))
+    try:
+        with open(path, "rb") as file:
+            # The size once more, of the very file that gets mapped: reading past its end would be a bus error.
+            if os.fstat(file.fileno()).st_size != weight.byte_length:
+                _check_size(path, weight)
+            return mmap.mmap(file.fileno(), weight.byte_length, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ)
+    except OSError as error:
+        raise ArtifactError(path, weight.name, f"cannot be mapped: {error.strerror}") from None
+
+
+def _verify_weights(root: pathlib.Path, manifest: Manifest) -> None:
+    def verify(weight: Weight) -> None:
+        with _map(root, weight, f"weights.table {weight.name}") as data:
+            digest = hashlib.sha256(data).hexdigest()  # releases the GIL: two threads hash on two cores
+        if digest != weight.sha256:
+            raise ArtifactError(
+                root / weight.path,
+                weight.name,
+                "its bytes are not the ones that were exported",
+                got=f"SHA-256 {digest}",
+                want=weight.sha256,
+                todo="copy or export the artifact again",
+            )
+
+    with concurrent.futures.ThreadPoolExecutor(max_workers=os.cpu_count()) as pool:
+        for _ in pool.map(verify, manifest.weights):
+            pass
