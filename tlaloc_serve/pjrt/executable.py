@@ -1,0 +1,347 @@
+"""Compiled programs, and the reusable argument block that runs one.
+
+Rules. An `Execution` is built once an entry: its C arrays live as long as it does and a step only writes pointers.
+Inputs it was told are donated are consumed by every run, failed or not; all others are listed as not donatable.
+Outputs belong to the execution until they are taken or given away; the next run destroys what is left.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import operator
+import struct
+import weakref
+from collections.abc import Callable, Collection, Sequence
+from typing import TYPE_CHECKING
+
+from tlaloc_serve.errors import HandleClosed, OutOfMemory, PjrtError, PluginError, RequestError
+from tlaloc_serve.pjrt import abi
+from tlaloc_serve.pjrt.buffer import Buffer
+from tlaloc_serve.pjrt.handles import Handle, live
+from tlaloc_serve.pjrt.host import int64_array
+from tlaloc_serve.pjrt.plugin import text_at
+
+if TYPE_CHECKING:
+    from tlaloc_serve.pjrt.client import Client
+
+_handle_of: Callable[[object], int | None] = operator.attrgetter("_handle")
+_DELETER = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
+
+
+class Executable(Handle):
+    """A program loaded on the client's devices. `name` is the module's, `num_outputs` the number of its results."""
+
+    kind = "executables"
+
+    def __init__(self, client: Client, handle: int):
+        """Takes over `handle`, a PJRT_LoadedExecutable."""
+        self._client = client
+        self._executions: weakref.WeakSet[Execution] = weakref.WeakSet()
+        self._handle = handle
+        self._program: int | None = None  # the PJRT_Executable: what can be asked about the program
+        live["executables"] += 1
+        client._adopt(self)
+        try:
+            self._describe()
+        except BaseException:
+            self.close()
+            raise
+
+    def _describe(self) -> None:
+        plugin = self._client.plugin
+        get = abi.PJRT_LoadedExecutable_GetExecutable_Args(loaded_executable=self._handle)
+        plugin.call("PJRT_LoadedExecutable_GetExecutable", get)
+        self._program = get.executable
+        name = abi.PJRT_Executable_Name_Args(executable=self._program)
+        plugin.call("PJRT_Executable_Name", name)
+        self.name: str = text_at(name.executable_name, name.executable_name_size)
+        outputs = abi.PJRT_Executable_NumOutputs_Args(executable=self._program)
+        plugin.call("PJRT_Executable_NumOutputs", outputs)
+        self.num_outputs: int = outputs.num_outputs
+
+    def output_types(self) -> tuple[tuple[str, tuple[int, ...]], ...]:
+        """(dtype, dims) of each result; a dtype this package does not know reads `type <code>`.
+
+        Raises PluginError where the plugin lacks the calls.
+        """
+        self._alive()
+        plugin = self._client.plugin
+        types = abi.PJRT_Executable_OutputElementTypes_Args(executable=self._program)
+        plugin.call("PJRT_Executable_OutputElementTypes", types)
+        shapes = abi.PJRT_Executable_OutputDimensions_Args(executable=self._program)
+        plugin.call("PJRT_Executable_OutputDimensions", shapes)
+        count = self.num_outputs
+        if types.num_output_types != count or shapes.num_outputs != count:
+            raise PluginError(plugin.path, f"{self.name}: types of the results",
+                              got=f"{types.num_output_types} types and {shapes.num_outputs} shapes", want=f"{count}")
+        if not count:
+            return ()
+        codes = (ctypes.c_int * count).from_address(types.output_types)
+        ranks = tuple((ctypes.c_size_t * count).from_address(shapes.dim_sizes))
+        flat = tuple((ctypes.c_int64 * sum(ranks)).from_address(shapes.dims)) if sum(ranks) else ()
+        result = []
+        at = 0
+        for code, rank in zip(codes, ranks, strict=True):
+            result.append((abi.DTYPE_NAMES.get(code, f"type {code}"), flat[at : at + rank]))
+            at += rank
+        return tuple(result)
+
+    def serialize(self) -> bytes:
+        """The compiled program, for `Client.deserialize` of the same plugin file on the same kind of machine."""
+        self._alive()
+        args = abi.PJRT_Executable_Serialize_Args(executable=self._program)
+        self._client.plugin.call("PJRT_Executable_Serialize", args)
+        try:
+            return ctypes.string_at(args.serialized_bytes, args.serialized_bytes_size)
+        finally:
+            if args.serialized_executable_deleter:
+                _DELETER(args.serialized_executable_deleter)(args.serialized_executable)
+
+    def fingerprint(self) -> str | None:
+        """The plugin's fingerprint of the program; None where it has none."""
+        self._alive()
+        plugin = self._client.plugin
+        if not plugin.has("PJRT_Executable_Fingerprint"):
+            return None
+        args = abi.PJRT_Executable_Fingerprint_Args(executable=self._program)
+        try:
+            plugin.call("PJRT_Executable_Fingerprint", args)
+        except PjrtError as error:
+            if error.code == abi.UNIMPLEMENTED:
+                return None
+            raise
+        return text_at(args.executable_fingerprint, args.executable_fingerprint_size)
+
+    def execution(
+        self, num_args: int, donated: Collection[int], outputs: Sequence[tuple[str, tuple[int, ...]]]
+    ) -> Execution:
+        """The argument block of this program: `num_args` inputs, those in `donated` consumed, `outputs` its results."""
+        self._alive()
+        execution = Execution(self._client, self, num_args, donated, outputs)
+        self._executions.add(execution)
+        return execution
+
+    def close(self) -> None:
+        if self._handle is None:
+            return
+        for execution in list(self._executions):
+            execution.close()
+        handle, self._handle = self._handle, None
+        program, self._program = self._program, None
+        live["executables"] -= 1
+        plugin = self._client.plugin
+        if program is not None:
+            plugin.call("PJRT_Executable_Destroy", abi.PJRT_Executable_Destroy_Args(executable=program))
+        plugin.call("PJRT_LoadedExecutable_Destroy", abi.PJRT_LoadedExecutable_Destroy_Args(executable=handle))
+
+    def __repr__(self) -> str:
+        return f"executable {getattr(self, 'name', '')}".rstrip()
+
+
+class _Unbound:
+    """Stands in an argument list for an argument that nobody bound."""
+
+    _handle: int | None = None
+
+
+_UNBOUND = _Unbound()
+
+
+class Execution(Handle):
+    """One program's inputs and outputs, reused by every run. Made by `Executable.execution`.
+
+    Raises RequestError when `outputs` are not the program's own, since the plugin writes as many pointers as it has.
+    """
+
+    kind = "executions"
+
+    def __init__(
+        self,
+        client: Client,
+        executable: Executable,
+        num_args: int,
+        donated: Collection[int],
+        outputs: Sequence[tuple[str, tuple[int, ...]]],
+    ):
+        self._client = client
+        self._executable = executable
+        self._specs = [(dtype, tuple(dims)) for dtype, dims in outputs]
+        self._donated = sorted(set(donated))
+        self._check(num_args)
+        self._bound: list[Buffer | _Unbound] = [_UNBOUND] * num_args
+        self._pending = 0  # outputs of the last run that nobody has taken
+        self._pack = struct.Struct(f"{num_args}P").pack_into
+        self._arguments = (ctypes.c_void_p * max(1, num_args))()
+        self._outputs = (ctypes.c_void_p * max(1, len(outputs)))()
+        self._complete = (ctypes.c_void_p * 1)()
+        self._lists = (ctypes.c_void_p * 2)(ctypes.addressof(self._arguments), ctypes.addressof(self._outputs))
+        kept = tuple(index for index in range(num_args) if index not in set(self._donated))
+        self._kept = int64_array(kept)
+        self._options = abi.PJRT_ExecuteOptions(
+            struct_size=abi.struct_size(abi.PJRT_ExecuteOptions),
+            non_donatable_input_indices=ctypes.addressof(self._kept),
+            num_non_donatable_input_indices=len(kept),
+        )
+        self._args = abi.PJRT_LoadedExecutable_Execute_Args(
+            struct_size=abi.struct_size(abi.PJRT_LoadedExecutable_Execute_Args),
+            executable=executable._alive(),
+            options=ctypes.addressof(self._options),
+            argument_lists=ctypes.addressof(self._lists),
+            num_devices=1,
+            num_args=num_args,
+            output_lists=ctypes.addressof(self._lists) + abi.POINTER_SIZE,
+            device_complete_events=ctypes.addressof(self._complete),
+        )
+        self._args_address = ctypes.addressof(self._args)
+        self._destroy_args = abi.PJRT_Buffer_Destroy_Args(struct_size=abi.struct_size(abi.PJRT_Buffer_Destroy_Args))
+        self._destroy_address = ctypes.addressof(self._destroy_args)
+        self._execute = client.plugin.function("PJRT_LoadedExecutable_Execute")
+        self._destroy = client.plugin.function("PJRT_Buffer_Destroy")
+        self._handle = self._args.executable
+        client._adopt(self)
+
+    def _check(self, num_args: int) -> None:
+        executable = self._executable
+        outside = [index for index in self._donated if not 0 <= index < num_args]
+        if outside:
+            raise RequestError(repr(executable), "donated inputs", got=outside, want=f"indices under {num_args}")
+        if len(self._specs) != executable.num_outputs:
+            raise RequestError(repr(executable), "number of outputs", got=len(self._specs),
+                               want=f"{executable.num_outputs}, as compiled")
+        plugin = self._client.plugin
+        if not (plugin.has("PJRT_Executable_OutputElementTypes") and plugin.has("PJRT_Executable_OutputDimensions")):
+            return
+        for index, (given, compiled) in enumerate(zip(self._specs, executable.output_types(), strict=True)):
+            if given != compiled:
+                raise RequestError(repr(executable), f"type of output {index}", got=given,
+                                   want=f"{compiled}, as compiled")
+
+    def bind(self, index: int, buffer: Buffer) -> None:
+        """Use `buffer` as argument `index` from the next run on. A bound Buffer may get new contents in between."""
+        if buffer._client is not self._client:
+            raise RequestError(repr(self._executable), f"argument {index} is a buffer of another client")
+        if not 0 <= index < len(self._bound):
+            raise RequestError(repr(self._executable), "argument index", got=index, want=f"under {len(self._bound)}")
+        buffer._alive()
+        self._bound[index] = buffer
+
+    def run(self) -> None:
+        """Execute with the bound buffers; the outputs may still be in flight when it returns (see `wait`).
+
+        Raises HandleClosed, naming the argument, when one is unbound, closed or donated (nothing is run then), and
+        PjrtError when the plugin refuses or fails; the donated inputs are gone after that too.
+        """
+        self._alive()
+        if self._pending:
+            self._drop_outputs()
+        if self._complete[0] is not None:
+            self._drop_event()
+        try:
+            self._pack(self._arguments, 0, *map(_handle_of, self._bound))
+        except struct.error:
+            self._raise_dead_argument()
+        error = self._execute(self._args_address)
+        for index in self._donated:
+            buffer = self._bound[index]
+            if isinstance(buffer, Buffer) and buffer._handle is not None:
+                buffer._spent = buffer._handle
+                buffer._handle = None
+        if error:
+            self._fail(error)
+        self._pending = len(self._specs)
+        live["buffers"] += self._pending
+        live["events"] += 1
+
+    def wait(self) -> None:
+        """Block until the device has finished the last run; raises PjrtError when it failed there."""
+        self._alive()
+        event = self._complete[0]
+        if event is not None:
+            try:
+                self._client.plugin.call("PJRT_Event_Await", abi.PJRT_Event_Await_Args(event=event))
+            finally:
+                self._drop_event()
+
+    def take(self, index: int) -> Buffer:
+        """Output `index` of the last run as a Buffer of its own."""
+        handle = self._pull(index)
+        live["buffers"] -= 1  # counted by run(); the Buffer counts it again
+        return Buffer(self._client, handle, *self._specs[index])
+
+    def give(self, index: int, buffer: Buffer) -> None:
+        """Make output `index` of the last run the contents of `buffer`, and destroy what it had before.
+
+        So an array that is updated every step, a pool, stays one Buffer that stays bound.
+        """
+        if buffer._spec != self._specs[index]:
+            raise RequestError(repr(self._executable), f"output {index} given to {buffer!r}",
+                               want=f"a buffer of {self._specs[index]}")
+        old = buffer._handle if buffer._spent is None else buffer._spent
+        if old is None:
+            raise HandleClosed(repr(buffer), "given an output after close()")
+        buffer._handle = self._pull(index)
+        buffer._spent = None
+        self._destroy_buffer(old)
+        if buffer._host is not None:
+            buffer._release_host()
+
+    def _pull(self, index: int) -> int:
+        """The handle of output `index`, which is no longer this object's to destroy."""
+        self._alive()
+        handle = self._outputs[index] if 0 <= index < len(self._specs) else None
+        if handle is None:
+            raise HandleClosed(repr(self), f"output {index} was already taken, or no run produced it")
+        self._outputs[index] = None
+        self._pending -= 1
+        return handle
+
+    def _destroy_buffer(self, handle: int) -> None:
+        self._destroy_args.buffer = handle
+        live["buffers"] -= 1
+        error = self._destroy(self._destroy_address)
+        if error:
+            self._client.plugin.check("PJRT_Buffer_Destroy", error)
+
+    def _drop_outputs(self) -> None:
+        for index, handle in enumerate(self._outputs):
+            if handle is not None:
+                self._outputs[index] = None
+                self._pending -= 1
+                self._destroy_buffer(handle)
+
+    def _drop_event(self) -> None:
+        event, self._complete[0] = self._complete[0], None
+        live["events"] -= 1
+        self._client.plugin.call("PJRT_Event_Destroy", abi.PJRT_Event_Destroy_Args(event=event))
+
+    def _raise_dead_argument(self) -> None:
+        for index, buffer in enumerate(self._bound):
+            if buffer._handle is None:
+                what = f"argument {index} is not bound"
+                if isinstance(buffer, Buffer):
+                    state = "was donated and not given new contents" if buffer.donated else "is closed"
+                    what = f"argument {index}, {buffer!r}, {state}"
+                raise HandleClosed(repr(self), what)
+
+    def _fail(self, error: int) -> None:
+        for index in range(len(self._specs)):
+            self._outputs[index] = None
+        self._complete[0] = None
+        try:
+            self._client.plugin.check("PJRT_LoadedExecutable_Execute", error)
+        except OutOfMemory as out:
+            self._client.out_of_memory(out)
+
+    def close(self) -> None:
+        """Destroy the outputs that nobody took; the bound buffers are not this object's and stay as they are."""
+        if self._handle is None:
+            return
+        if self._pending:
+            self._drop_outputs()
+        if self._complete[0] is not None:
+            self._drop_event()
+        self._handle = None
+        self._bound = []
+
+    def __repr__(self) -> str:
+        return f"execution of {self._executable!r}"
