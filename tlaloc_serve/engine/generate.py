@@ -1,0 +1,217 @@
+"""The step loop: schedule, run, pick, advance. Token ids in, events out; nothing is printed and nothing calls back.
+
+A cancel is a mark that is acted on at the next step boundary, so a sequence is freed in exactly one place.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import statistics
+import threading
+import time
+from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
+from types import TracebackType
+
+from tlaloc_serve.artifact.store import Artifact
+from tlaloc_serve.engine.runner import Runner
+from tlaloc_serve.engine.scheduler import Batch, Reason, Scheduler, Sequence
+from tlaloc_serve.errors import RequestError
+from tlaloc_serve.pjrt.client import Client
+
+
+@dataclass(frozen=True)
+class Staged:
+    """Weights reached the device: bytes so far and in all. Comes once a weight, before the first step."""
+
+    done: int
+    total: int
+
+
+@dataclass(frozen=True)
+class StepRow:
+    """One live row of a step: which prompt, the ids that were fed, whether the last was generated, and the argmax."""
+
+    sequence: int
+    tokens: tuple[int, ...]
+    generated: bool
+    argmax: int | None
+
+
+@dataclass(frozen=True)
+class Step:
+    """One call of an entry. `seconds` is wall time; `compile_seconds` the part of it spent compiling, 0.0 if none."""
+
+    number: int
+    entry: str
+    rows: tuple[StepRow, ...]
+    seconds: float
+    compile_seconds: float
+
+
+@dataclass(frozen=True)
+class Token:
+    """A generated id of prompt number `sequence`; `index` counts that prompt's generated ids from 0."""
+
+    sequence: int
+    index: int
+    id: int
+
+
+@dataclass(frozen=True)
+class Finished:
+    """The end of prompt number `sequence`: its generated ids and why it ended (a value of `Reason`)."""
+
+    sequence: int
+    generated: tuple[int, ...]
+    reason: str
+    detail: str = ""
+
+
+Event = Staged | Step | Token | Finished
+
+
+@dataclass
+class RunReport:
+    """The facts of the last `generate`, filled as it runs. Times in seconds."""
+
+    prompts: tuple[tuple[int, ...], ...] = ()
+    max_new: tuple[int, ...] = ()
+    steps: list[Step] = field(default_factory=list)
+    finished: dict[int, Finished] = field(default_factory=dict)
+    compiles: int = 0
+    pick_compiles: int = 0
+    staged_bytes: int = 0
+
+    @property
+    def first_step_seconds(self) -> float | None:
+        return self.steps[0].seconds if self.steps else None
+
+    @property
+    def median_step_seconds(self) -> float | None:
+        """The median over the steps that compiled nothing, or over all where every step did."""
+        settled = [step.seconds for step in self.steps[1:] if not step.compile_seconds]
+        return statistics.median(settled or [step.seconds for step in self.steps]) if self.steps else None
+
+
+class Engine:
+    """An artifact on a client, ready to generate. Made by `tlaloc_serve.open`; a context manager.
+
+    `report` holds the facts of the last run. One thread at a time may use an engine; `cancel` may come from any.
+    """
+
+    def __init__(self, artifact: Artifact, client: Client, resources: contextlib.ExitStack | None = None):
+        self.artifact = artifact
+        self.client = client
+        self.report = RunReport()
+        self._scheduler = Scheduler(artifact.manifest)
+        self._cancelled = threading.Event()
+        with resources or contextlib.ExitStack() as stack:
+            self._runner = stack.enter_context(contextlib.closing(Runner(artifact, client)))
+            self._resources = stack.pop_all()
+
+    @property
+    def platform(self) -> str:
+        """The platform that the live client names."""
+        return self.client.platform_name
+
+    def close(self) -> None:
+        """Destroy every buffer, executable and the client, in that order; idempotent."""
+        self._resources.close()
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def cancel(self) -> None:
+        """End every sequence of the run in progress at the next step boundary, with the reason `cancelled`."""
+        self._cancelled.set()
+
+    def generate(
+        self,
+        prompts: Iterable[Seq[int]],
+        max_new: int | None = None,
+        *,
+        eos_ids: Collection[int] | None = None,
+        pick_all: bool = False,
+    ) -> Iterator[Event]:
+        """Decode greedily; yields `Staged`, `Step`, `Token` and `Finished` events as they happen.
+
+        `prompts` are lists of token ids; together they run as one batch where the ladder holds them, else in turns.
+        `max_new` counts new tokens a prompt; None means 16, or what the largest context leaves. `eos_ids` None means
+        the artifact's own. `pick_all` computes the argmax inside prompts too, for `Step` rows.
+
+        The request is checked before the first event: RequestError and CapacityError are raised by this call itself.
+        While iterating: PjrtError from the plugin, EngineBroken once the pools are lost. An iterator that is closed
+        early frees its sequences.
+        """
+        eos = frozenset(self.artifact.manifest.frontend.eos_token_ids if eos_ids is None else eos_ids)
+        return self._run(self._scheduler.check(prompts, max_new), eos, pick_all)
+
+    def _run(self, sequences: list[Sequence], eos: frozenset[int], pick_all: bool) -> Iterator[Event]:
+        if self._scheduler.live:
+            raise RequestError("generate", "another run is in progress", todo="finish or close its iterator first")
+        self._cancelled.clear()
+        self._scheduler.submit(sequences)
+        self.report = RunReport(
+            prompts=tuple(sequence.prompt for sequence in sequences),
+            max_new=tuple(sequence.max_new for sequence in sequences),
+            staged_bytes=self.artifact.manifest.weight_bytes(),
+        )
+        compiles, pick_compiles = self._runner.compiles, self._runner.pick_compiles
+        begin = time.perf_counter()
+        try:
+            for done, total in self._runner.stage():
+                yield Staged(done, total)
+            while not self._cancelled.is_set() and (batch := self._scheduler.next_batch()) is not None:
+                result = self._runner.step(batch, pick_all=pick_all)
+                # The first step's time holds the staging of the weights, as the one thing a user waited for.
+                seconds = result.seconds if self.report.steps else time.perf_counter() - begin
+                self.report.compiles = self._runner.compiles - compiles
+                self.report.pick_compiles = self._runner.pick_compiles - pick_compiles
+                lengths = {sequence.index: len(sequence.prompt) for sequence in self._scheduler.live}
+                step = Step(
+                    len(self.report.steps),
+                    batch.entry.id,
+                    tuple(
+                        StepRow(row.sequence, row.tokens, row.end > lengths[row.sequence], pick)
+                        for row, pick in zip(batch.rows, result.picks, strict=True)
+                    ),
+                    seconds,
+                    result.compile_seconds,
+                )
+                self.report.steps.append(step)
+                yield step
+                yield from self._advance(batch, result.picks, eos)
+            for sequence in self._scheduler.live:
+                self._scheduler.end(sequence, Reason.CANCELLED)
+                yield self._finished(sequence)
+        finally:
+            for sequence in self._scheduler.live:
+                self._scheduler.end(sequence, Reason.CANCELLED)
+
+    def _advance(self, batch: Batch, picks: Seq[int | None], eos: frozenset[int]) -> Iterator[Event]:
+        live = {sequence.index: sequence for sequence in self._scheduler.live}
+        before = {row.sequence: len(live[row.sequence].generated) for row in batch.rows}
+        ended = self._scheduler.advance(batch, picks, eos)
+        for row in batch.rows:
+            generated = live[row.sequence].generated
+            if len(generated) > before[row.sequence]:
+                yield Token(row.sequence, len(generated) - 1, generated[-1])
+        for sequence in ended:
+            pick = next(pick for row, pick in zip(batch.rows, picks, strict=True) if row.sequence == sequence.index)
+            yield self._finished(sequence, pick)
+
+    def _finished(self, sequence: Sequence, pick: int | None = None) -> Finished:
+        detail = ""
+        if sequence.reason == Reason.REFUSED_TOKEN:
+            keys = {token.id: token.config_key for token in self.artifact.manifest.model.refused_tokens}
+            detail = f"the model generated {pick} ({keys.get(pick or 0)}), which it cannot produce as text"
+        event = Finished(sequence.index, sequence.generated, sequence.reason or "", detail)
+        self.report.finished[event.sequence] = event
+        return event

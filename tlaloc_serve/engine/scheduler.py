@@ -1,0 +1,277 @@
+"""Which sequences run in the next step, on which ladder point. Plain integers in and out; no device objects.
+
+Rules that hold here:
+- A request is checked whole before anything runs: ids, lengths, pages. What cannot run is refused by name.
+- A sequence gets all the pages it can ever need when it starts, so nothing runs out half way. Sequences that do not
+  fit yet wait in order; every one that was accepted fits an empty engine, so the queue always moves.
+- Batch and context round up to the ladder, never down.
+- A prompt goes through prefill entries where the artifact has them, in as few calls as they allow; its last token alone,
+  and every prompt of an artifact without prefill entries, goes through decode steps.
+- A sequence is freed in one place: `_release`.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
+
+from tlaloc_serve.artifact.manifest import Entry, Kind, Manifest
+from tlaloc_serve.engine.pages import PageAllocator, pages_for
+from tlaloc_serve.errors import CapacityError, RequestError
+
+DEFAULT_MAX_NEW = 16
+
+
+class Reason:
+    """Why a sequence ended."""
+
+    EOS = "eos"  # the model said so
+    STOP = "stop"  # a stop string was completed
+    LENGTH = "length"  # max_new tokens were generated
+    CONTEXT = "context"  # the largest compiled context is full
+    REFUSED_TOKEN = "refused_token"  # the model generated an id that stands for what it cannot produce
+    CANCELLED = "cancelled"
+
+
+@dataclass(eq=False)
+class Sequence:
+    """One prompt on its way. `index` is its place in the request.
+
+    `position` counts the tokens whose keys and values are in the pools.
+    """
+
+    index: int
+    prompt: tuple[int, ...]
+    max_new: int
+    fills_context: bool  # max_new was not asked for but is what the context leaves
+    tokens: list[int] = field(default_factory=list)
+    position: int = 0
+    pages: tuple[int, ...] = ()
+    ring: tuple[int, ...] = ()
+    reason: str | None = None
+
+    @property
+    def generated(self) -> tuple[int, ...]:
+        return tuple(self.tokens[len(self.prompt) :])
+
+    @property
+    def pending(self) -> int:
+        """Tokens that are known and not yet in the pools."""
+        return len(self.tokens) - self.position
+
+    @property
+    def positions_needed(self) -> int:
+        """The last generated token is never fed back, so its position is never written."""
+        return len(self.prompt) + self.max_new - 1
+
+
+@dataclass(frozen=True)
+class Row:
+    """One live row of a batch: `tokens` go to positions `start ...`; `last` says that its logits are needed."""
+
+    sequence: int
+    start: int
+    tokens: tuple[int, ...]
+    pages: tuple[int, ...]
+    ring: tuple[int, ...]
+    last: bool
+
+    @property
+    def end(self) -> int:
+        return self.start + len(self.tokens)
+
+
+@dataclass(frozen=True)
+class Batch:
+    """What one call of an entry computes; rows beyond `rows` are padding."""
+
+    entry: Entry
+    rows: tuple[Row, ...]
+
+
+class Scheduler:
+    """Admission, batching and the life of sequences over one manifest's ladder and pools."""
+
+    def __init__(self, manifest: Manifest):
+        self.manifest = manifest
+        model = manifest.model
+        self._page_size = model.block_size
+        self._window = model.windowed_kv
+        self._pages = PageAllocator("KV pool", model.num_blocks)
+        self._ring_pages = PageAllocator("windowed KV pool", self._window.num_blocks if self._window else 1)
+        self._decode = sorted(manifest.of_kind(Kind.DECODE), key=lambda entry: (entry.batch, entry.context))
+        # Cheapest first: the work of a prefill call grows with its tokens and with the context they attend to.
+        self._prefill = sorted(
+            manifest.of_kind(Kind.PREFILL), key=lambda entry: (entry.batch, entry.context, entry.tokens_per_seq)
+        )
+        self._refused = {token.id: token.config_key for token in model.refused_tokens}
+        self._waiting: deque[Sequence] = deque()
+        self._running: list[Sequence] = []
+
+    @property
+    def live(self) -> tuple[Sequence, ...]:
+        """Every accepted sequence that has not ended."""
+        return (*self._running, *self._waiting)
+
+    def check(self, prompts: Iterable[Seq[int]], max_new: int | None = None) -> list[Sequence]:
+        """Prompts as sequences that can run, all or none; they take nothing until they are submitted.
+
+        `max_new` None means 16 tokens or what the largest context leaves. Raises RequestError for ids the model does
+        not have or refuses, CapacityError for more positions than the ladder or the pool can hold.
+        """
+        sequences = [self._check(number, tuple(prompt), max_new) for number, prompt in enumerate(prompts)]
+        if not sequences:
+            raise RequestError("prompts", "there is none", want="at least one list of token ids")
+        return sequences
+
+    def submit(self, sequences: Iterable[Sequence]) -> None:
+        """Queue checked sequences, in order."""
+        self._waiting.extend(sequences)
+
+    def _check(self, number: int, prompt: tuple[int, ...], max_new: int | None) -> Sequence:
+        where = f"prompt {number}"
+        vocab, most = self.manifest.model.vocab_size, self.manifest.ladder.max_context
+        if not prompt:
+            raise RequestError(where, "empty", want="at least one token id")
+        for place, token in enumerate(prompt):
+            if not isinstance(token, int) or isinstance(token, bool) or not 0 <= token < vocab:
+                raise RequestError(
+                    where, f"token {place} is outside the vocabulary", got=repr(token), want=f"0 to {vocab - 1}"
+                )
+            if token in self._refused:
+                raise RequestError(
+                    where, f"token {place} is refused by this model", got=f"{token} ({self._refused[token]})"
+                )
+        if max_new is not None and (not isinstance(max_new, int) or max_new < 1):
+            raise RequestError("max_new", "not a number of tokens", got=repr(max_new), want="at least 1")
+        if len(prompt) > most:
+            raise CapacityError(
+                where,
+                "longer than the largest compiled context",
+                got=f"{len(prompt)} tokens",
+                want=f"at most {most}",
+                todo="shorten it, or export with a larger --context",
+            )
+        fits = most - len(prompt) + 1
+        if max_new is not None and max_new > fits:
+            raise CapacityError(
+                where,
+                f"{len(prompt)} prompt tokens and max_new {max_new} do not fit the largest compiled context of {most}",
+                want=f"max_new at most {fits}",
+            )
+        fills_context = max_new is None and fits < DEFAULT_MAX_NEW
+        max_new = min(DEFAULT_MAX_NEW, fits) if max_new is None else max_new
+        sequence = Sequence(number, prompt, max_new, fills_context, tokens=list(prompt))
+        pages, ring = self._needs(sequence)
+        for need, pool in ((pages, self._pages), (ring, self._ring_pages)):
+            if need > pool.capacity:
+                raise CapacityError(
+                    where,
+                    f"needs more pages than the {pool.name} has",
+                    got=f"{need} pages",
+                    want=f"at most {pool.capacity}",
+                    todo="ask for fewer tokens, or export with a larger --num-blocks",
+                )
+        return sequence
+
+    def _needs(self, sequence: Sequence) -> tuple[int, int]:
+        pages = pages_for(sequence.positions_needed, self._page_size)
+        return pages, min(pages, self._window.ring_pages) if self._window else 0
+
+    def next_batch(self) -> Batch | None:
+        """The next step's batch, or None when every sequence has ended."""
+        self._admit()
+        if not self._running:
+            return None
+        prefill = [(sequence, self._prefill_shape(sequence)) for sequence in self._running if sequence.pending > 1]
+        shape = next((shape for _, shape in prefill if shape is not None), None)
+        if shape is not None:
+            return self._prefill_batch([sequence for sequence, its in prefill if its == shape], shape)
+        rows = tuple(self._row(sequence, 1) for sequence in self._running)
+        return Batch(self._smallest(self._decode, len(rows), max(row.end for row in rows)), rows)
+
+    def _admit(self) -> None:
+        while self._waiting and len(self._running) < self.manifest.ladder.max_batch:
+            sequence = self._waiting[0]
+            pages, ring = self._needs(sequence)
+            if pages > self._pages.available or ring > self._ring_pages.available:
+                return
+            sequence.pages = self._pages.allocate(pages)
+            sequence.ring = self._ring_pages.allocate(ring)
+            self._running.append(self._waiting.popleft())
+
+    def _prefill_shape(self, sequence: Sequence) -> tuple[int, int] | None:
+        """(context, tokens a sequence) of the cheapest prefill entries that take most of what is pending, or None."""
+        best: tuple[int, int] | None = None
+        most = 0
+        for entry in self._prefill:
+            takes = self._takes(sequence, entry)
+            if takes > most:
+                best, most = (entry.context, entry.tokens_per_seq), takes
+        return best
+
+    def _takes(self, sequence: Sequence, entry: Entry) -> int:
+        takes = min(sequence.pending, entry.tokens_per_seq, entry.context - sequence.position)
+        if self._window is not None:
+            # A longer call would overwrite ring pages that its own first tokens still attend to.
+            ring = self._window.ring_pages * self._page_size
+            takes = min(takes, ring - min(sequence.position, self._window.window - 1))
+        return takes
+
+    def _prefill_batch(self, sequences: list[Sequence], shape: tuple[int, int]) -> Batch:
+        entries = [entry for entry in self._prefill if (entry.context, entry.tokens_per_seq) == shape]
+        sequences = sequences[: max(entry.batch for entry in entries)]
+        entry = self._smallest(entries, len(sequences), 0)
+        return Batch(entry, tuple(self._row(sequence, self._takes(sequence, entry)) for sequence in sequences))
+
+    @staticmethod
+    def _smallest(entries: list[Entry], rows: int, positions: int) -> Entry:
+        return next(entry for entry in entries if entry.batch >= rows and entry.context >= positions)
+
+    def _row(self, sequence: Sequence, count: int) -> Row:
+        start = sequence.position
+        tokens = tuple(sequence.tokens[start : start + count])
+        return Row(sequence.index, start, tokens, sequence.pages, sequence.ring, last=count == sequence.pending)
+
+    def advance(self, batch: Batch, picks: Seq[int | None], eos_ids: frozenset[int]) -> list[Sequence]:
+        """Record a step: `picks[i]` is the next token of row i where its logits were needed.
+
+        Returns the sequences that ended, freed. A generated id in the model's refused tokens ends its sequence and is
+        not among the generated ids; an EOS id ends it and is.
+        """
+        running = {sequence.index: sequence for sequence in self._running}
+        ended = []
+        for row, pick in zip(batch.rows, picks, strict=True):
+            sequence = running[row.sequence]
+            sequence.position = row.end
+            if not row.last or pick is None:
+                continue
+            if pick in self._refused:
+                sequence.reason = Reason.REFUSED_TOKEN
+            else:
+                sequence.tokens.append(pick)
+                if pick in eos_ids:
+                    sequence.reason = Reason.EOS
+                elif len(sequence.generated) == sequence.max_new:
+                    sequence.reason = Reason.CONTEXT if sequence.fills_context else Reason.LENGTH
+            if sequence.reason is not None:
+                ended.append(sequence)
+        for sequence in ended:
+            self._release(sequence)
+        return ended
+
+    def end(self, sequence: Sequence, reason: str) -> None:
+        """End a live sequence from outside (cancelled, a stop string); idempotent."""
+        if sequence.reason is None:
+            sequence.reason = reason
+            self._release(sequence)
+
+    def _release(self, sequence: Sequence) -> None:
+        if sequence in self._waiting:
+            self._waiting.remove(sequence)
+            return
+        self._running.remove(sequence)
+        self._pages.free(sequence.pages)
+        self._ring_pages.free(sequence.ring)
