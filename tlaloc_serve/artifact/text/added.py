@@ -1,0 +1,142 @@
+"""Added tokens: texts that become one id before any other rule looks at them.
+
+Rules: tokens with `normalized` false are cut out of the raw text first; what lies between is normalized, and the others
+are cut out of that. The longest token at the leftmost place wins. `lstrip` and `rstrip` take the white space at their
+side with them; `single_word` wants no word character next to the token. A match that is then turned down (a special
+token where special texts are to stay text, or part of a word) still uses up its text, as it does in the `tokenizers`
+package, whose `encode_special_tokens` is the opposite of `parse_special` here.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from tlaloc_serve.artifact.text.classes import SPACES, word_pattern
+from tlaloc_serve.artifact.text.component import Component, components
+from tlaloc_serve.artifact.text.normalize import Normalizer
+
+
+@dataclass(frozen=True)
+class AddedToken:
+    """`content` as the file has it; `form` is what is looked for and what decoding gives: the normalized content."""
+
+    id: int
+    content: str
+    form: str
+    single_word: bool
+    lstrip: bool
+    rstrip: bool
+    normalized: bool
+    special: bool
+
+
+class AddedTokens:
+    """The `added_tokens` list of a tokenizer.json, checked against the model's vocabulary."""
+
+    def __init__(self, where: str, value: object, vocab: dict[str, int], normalizer: Normalizer):
+        """Raises TokenizerError for a bad entry, or an id that is not the one the `tokenizers` package would give."""
+        self._normalizer = normalizer
+        self.by_content: dict[str, AddedToken] = {}
+        self.by_id: dict[int, AddedToken] = {}
+        self.special_contents: set[str] = set()
+        taken = set(vocab.values())
+        next_id = len(vocab)
+        for component in [] if value is None else components(where, value):
+            token = _read(component, normalizer)
+            if not token.content:
+                continue
+            known = self.by_content.get(token.content)
+            want = known.id if known else vocab.get(token.content)
+            if want is None:
+                want, next_id = next_id, next_id + 1
+                if want in taken:
+                    raise component.refuse(f"added token {token.content!r} would get the id {want} of another token")
+            if token.id != want:
+                raise component.refuse(f"id of added token {token.content!r}", got=token.id,
+                                       want=f"{want}, as the vocabulary and the tokens before it have it")
+            if token.special:
+                self.special_contents.add(token.content)
+            self.by_content[token.content] = self.by_id[token.id] = token
+        self._raw = _finder([token for token in self.by_id.values() if not token.normalized])
+        self._normal = _finder([token for token in self.by_id.values() if token.normalized])
+
+    def split(self, text: str, parse_special: bool) -> Iterator[int | tuple[str, bool]]:
+        """Ids of added tokens, and the normalized texts between them with whether the whole text begins there."""
+        for part in self._cut(text, self._raw, True, parse_special):
+            if isinstance(part, int):
+                yield part
+            else:
+                yield from self._cut(self._normalizer.apply(part[0]), self._normal, part[1], parse_special)
+
+    def _cut(
+        self, text: str, finder: _Finder | None, at_start: bool, parse_special: bool
+    ) -> Iterator[int | tuple[str, bool]]:
+        """`split` for one kind of token. Gives no empty texts."""
+        if not text:
+            return
+        if finder is None or not (parse_special or finder.has_plain):
+            yield text, at_start
+            return
+        end = 0
+        for match in finder.pattern.finditer(text):
+            token = finder.tokens[match.group()]
+            start, stop = match.span()
+            if not parse_special and token.content in self.special_contents:
+                continue
+            if token.single_word and _touches_word(text, start, stop):
+                continue
+            if token.lstrip:
+                while start > end and text[start - 1] in SPACES:
+                    start -= 1
+            if token.rstrip:
+                while stop < len(text) and text[stop] in SPACES:
+                    stop += 1
+            if start > end:
+                yield text[end:start], at_start and end == 0
+            yield token.id
+            end = stop
+        if end < len(text):
+            yield text[end:], at_start and end == 0
+
+
+@dataclass(frozen=True)
+class _Finder:
+    """`pattern` finds the longest of `tokens` (by their form); `has_plain`: one of them is not special."""
+
+    pattern: re.Pattern[str]
+    tokens: dict[str, AddedToken]
+    has_plain: bool
+
+
+def _finder(tokens: list[AddedToken]) -> _Finder | None:
+    if not tokens:
+        return None
+    forms = sorted((token.form for token in tokens), key=len, reverse=True)
+    pattern = re.compile("|".join(map(re.escape, forms)))
+    return _Finder(pattern, {token.form: token for token in tokens}, not all(token.special for token in tokens))
+
+
+def _read(component: Component, normalizer: Normalizer) -> AddedToken:
+    component.only("id", "content", "single_word", "lstrip", "rstrip", "normalized", "special")
+    content = component.text("content")
+    normalized = component.flag("normalized", True)
+    form = normalizer.apply(content) if normalized else content
+    if content and not form:
+        raise component.refuse(f"added token {content!r} is empty once normalized")
+    return AddedToken(
+        id=component.count("id"),
+        content=content,
+        form=form,
+        single_word=component.flag("single_word", False),
+        lstrip=component.flag("lstrip", False),
+        rstrip=component.flag("rstrip", False),
+        normalized=normalized,
+        special=component.flag("special", False),
+    )
+
+
+def _touches_word(text: str, start: int, stop: int) -> bool:
+    word = word_pattern()
+    return bool((start > 0 and word.match(text, start - 1)) or (stop < len(text) and word.match(text, stop)))
