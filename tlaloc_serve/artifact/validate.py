@@ -12,12 +12,17 @@ The shapes follow from the model, the ladder and the entry's (B = batch, C = con
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Sequence
 from typing import NoReturn
 
 from tlaloc_serve.artifact.manifest import POOL_OUTPUT_OF, Entry, Kind, Manifest, Role, Slot, TensorType
 from tlaloc_serve.errors import ArtifactError
+
+# `b1`, `c64`, `t1`, `w8r3n13`, `dtf32`, `kvbf16`; other segments (names, hashes) say nothing that could be compared.
+_CACHE_KEY_SEGMENT = re.compile(r"[bct]\d+|w\d+r\d+n\d+|(?:dt|kv)(?:f|bf|i|u)\d+")
+_CACHE_KEY_PART = re.compile(r"(dt|kv|[bctwrn])((?:f|bf|i|u)?\d+)")
 
 
 class _Checker:
@@ -167,9 +172,31 @@ class _Checker:
             )
         self.equal(f"{field}.entryPoint", entry.entry_point, "main", "PJRT runs the function `main` only")
         self.equal(f"{field}.bodyPath", entry.body_path, f"bodies/{entry.body_hash}.mlir", "is not named by bodyHash")
+        self.cache_key(entry, field)
         self.inputs(entry, field)
         self.outputs(entry, field)
         self.donation(entry, field)
+
+    def cache_key(self, entry: Entry, field: str) -> None:
+        """The key repeats what the body was compiled for, the window among it, which no shape shows."""
+        model = self.manifest.model
+        wanted = {
+            "b": entry.batch,
+            "c": entry.context,
+            "t": entry.tokens_per_seq,
+            "dt": model.dtype,
+            "kv": model.kv_dtype,
+        }
+        if model.windowed_kv is not None:
+            wanted |= {
+                "w": model.windowed_kv.window,
+                "r": model.windowed_kv.ring_pages,
+                "n": model.windowed_kv.num_blocks,
+            }
+        for segment in entry.cache_key.split("/"):
+            for name, value in _CACHE_KEY_PART.findall(segment) if _CACHE_KEY_SEGMENT.fullmatch(segment) else ():
+                if str(wanted.get(name, value)) != value:
+                    self.refuse(f"{field}.cacheKey", f"`{name}` disagrees with the rest", got=value, want=wanted[name])
 
     def inputs(self, entry: Entry, field: str) -> None:
         model = self.manifest.model
