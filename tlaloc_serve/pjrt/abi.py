@@ -102,9 +102,11 @@ ERROR_CODES: dict[int, str] = {
     16: "UNAUTHENTICATED",
 }
 INVALID_ARGUMENT = 3
+NOT_FOUND = 5
 RESOURCE_EXHAUSTED = 8
 FAILED_PRECONDITION = 9
 UNIMPLEMENTED = 12
+UNAVAILABLE = 14
 
 # PJRT_HostBufferSemantics
 IMMUTABLE_ONLY_DURING_CALL = 0
@@ -153,21 +155,15 @@ class PJRT_Error_GetCode_Args(Struct):
 
 class NamedValueUnion(ctypes.Union):
     _fields_ = [
-        ("string_value", c_char_p),
-        ("int64_value", c_int64),
-        ("int64_array_value", c_void_p),
-        ("float_value", c_float),
-        ("bool_value", c_bool),
+        ("string_value", c_char_p), ("int64_value", c_int64), ("int64_array_value", c_void_p),
+        ("float_value", c_float), ("bool_value", c_bool),
     ]
 
 
 class PJRT_NamedValue(Struct):
     _anonymous_ = ("value",)
     _fields_ = [
-        ("name", c_char_p),
-        ("name_size", c_size_t),
-        ("type", c_int),
-        ("value", NamedValueUnion),
+        ("name", c_char_p), ("name_size", c_size_t), ("type", c_int), ("value", NamedValueUnion),
         ("value_size", c_size_t),
     ]
 
@@ -194,15 +190,9 @@ class PJRT_Event_Await_Args(Struct):
 
 class PJRT_Client_Create_Args(Struct):
     _fields_ = [
-        ("create_options", c_void_p),
-        ("num_options", c_size_t),
-        ("kv_get_callback", c_void_p),
-        ("kv_get_user_arg", c_void_p),
-        ("kv_put_callback", c_void_p),
-        ("kv_put_user_arg", c_void_p),
-        ("client", c_void_p),
-        ("kv_try_get_callback", c_void_p),
-        ("kv_try_get_user_arg", c_void_p),
+        ("create_options", c_void_p), ("num_options", c_size_t), ("kv_get_callback", c_void_p),
+        ("kv_get_user_arg", c_void_p), ("kv_put_callback", c_void_p), ("kv_put_user_arg", c_void_p),
+        ("client", c_void_p), ("kv_try_get_callback", c_void_p), ("kv_try_get_user_arg", c_void_p),
     ]
 
 
@@ -228,21 +218,15 @@ class PJRT_Program(Struct):
 
 class PJRT_Client_Compile_Args(Struct):
     _fields_ = [
-        ("client", c_void_p),
-        ("program", c_void_p),
-        ("compile_options", c_char_p),
-        ("compile_options_size", c_size_t),
-        ("executable", c_void_p),
+        ("client", c_void_p), ("program", c_void_p), ("compile_options", c_char_p),
+        ("compile_options_size", c_size_t), ("executable", c_void_p),
     ]
 
 
 class PJRT_Buffer_MemoryLayout_Tiled(Struct):
     _fields_ = [
-        ("minor_to_major", c_void_p),
-        ("minor_to_major_size", c_size_t),
-        ("tile_dims", c_void_p),
-        ("tile_dim_sizes", c_void_p),
-        ("num_tiles", c_size_t),
+        ("minor_to_major", c_void_p), ("minor_to_major_size", c_size_t), ("tile_dims", c_void_p),
+        ("tile_dim_sizes", c_void_p), ("num_tiles", c_size_t),
     ]
 
 
@@ -254,18 +238,9 @@ class PJRT_Buffer_MemoryLayout(Struct):
 
 class PJRT_Client_BufferFromHostBuffer_Args(Struct):
     _fields_ = [
-        ("client", c_void_p),
-        ("data", c_void_p),
-        ("type", c_int),
-        ("dims", c_void_p),
-        ("num_dims", c_size_t),
-        ("byte_strides", c_void_p),
-        ("num_byte_strides", c_size_t),
-        ("host_buffer_semantics", c_int),
-        ("device", c_void_p),
-        ("memory", c_void_p),
-        ("device_layout", c_void_p),
-        ("done_with_host_buffer", c_void_p),
+        ("client", c_void_p), ("data", c_void_p), ("type", c_int), ("dims", c_void_p), ("num_dims", c_size_t),
+        ("byte_strides", c_void_p), ("num_byte_strides", c_size_t), ("host_buffer_semantics", c_int),
+        ("device", c_void_p), ("memory", c_void_p), ("device_layout", c_void_p), ("done_with_host_buffer", c_void_p),
         ("buffer", c_void_p),
     ]
 
@@ -340,59 +315,38 @@ class PJRT_Executable_OutputDimensions_Args(Struct):
 
 class PJRT_Executable_Fingerprint_Args(Struct):
     _fields_ = [
-        ("executable", c_void_p),
-        ("executable_fingerprint", c_void_p),
-        ("executable_fingerprint_size", c_size_t),
+        ("executable", c_void_p), ("executable_fingerprint", c_void_p), ("executable_fingerprint_size", c_size_t),
     ]
 
 
 class PJRT_Executable_Serialize_Args(Struct):
     _fields_ = [
-        ("executable", c_void_p),
-        ("serialized_bytes", c_void_p),
-        ("serialized_bytes_size", c_size_t),
-        ("serialized_executable", c_void_p),
-        ("serialized_executable_deleter", c_void_p),
+        ("executable", c_void_p), ("serialized_bytes", c_void_p), ("serialized_bytes_size", c_size_t),
+        ("serialized_executable", c_void_p), ("serialized_executable_deleter", c_void_p),
     ]
 
 
 class PJRT_Executable_DeserializeAndLoad_Args(Struct):
     _fields_ = [
-        ("client", c_void_p),
-        ("serialized_executable", c_char_p),
-        ("serialized_executable_size", c_size_t),
-        ("loaded_executable", c_void_p),
-        ("overridden_serialized_compile_options", c_char_p),
+        ("client", c_void_p), ("serialized_executable", c_char_p), ("serialized_executable_size", c_size_t),
+        ("loaded_executable", c_void_p), ("overridden_serialized_compile_options", c_char_p),
         ("overridden_serialized_compile_options_size", c_size_t),
     ]
 
 
 class PJRT_ExecuteOptions(Struct):
     _fields_ = [
-        ("send_callbacks", c_void_p),
-        ("recv_callbacks", c_void_p),
-        ("num_send_ops", c_size_t),
-        ("num_recv_ops", c_size_t),
-        ("launch_id", c_int),
-        ("non_donatable_input_indices", c_void_p),
-        ("num_non_donatable_input_indices", c_size_t),
-        ("context", c_void_p),
-        ("call_location", c_char_p),
-        ("num_tasks", c_size_t),
-        ("task_ids", c_void_p),
-        ("incarnation_ids", c_void_p),
+        ("send_callbacks", c_void_p), ("recv_callbacks", c_void_p), ("num_send_ops", c_size_t),
+        ("num_recv_ops", c_size_t), ("launch_id", c_int), ("non_donatable_input_indices", c_void_p),
+        ("num_non_donatable_input_indices", c_size_t), ("context", c_void_p), ("call_location", c_char_p),
+        ("num_tasks", c_size_t), ("task_ids", c_void_p), ("incarnation_ids", c_void_p),
     ]
 
 
 class PJRT_LoadedExecutable_Execute_Args(Struct):
     _fields_ = [
-        ("executable", c_void_p),
-        ("options", c_void_p),
-        ("argument_lists", c_void_p),
-        ("num_devices", c_size_t),
-        ("num_args", c_size_t),
-        ("output_lists", c_void_p),
-        ("device_complete_events", c_void_p),
+        ("executable", c_void_p), ("options", c_void_p), ("argument_lists", c_void_p), ("num_devices", c_size_t),
+        ("num_args", c_size_t), ("output_lists", c_void_p), ("device_complete_events", c_void_p),
         ("execute_device", c_void_p),
     ]
 
@@ -407,21 +361,13 @@ class PJRT_Buffer_IsDeleted_Args(Struct):
 
 class PJRT_Buffer_ToHostBuffer_Args(Struct):
     _fields_ = [
-        ("src", c_void_p),
-        ("host_layout", c_void_p),
-        ("dst", c_void_p),
-        ("dst_size", c_size_t),
-        ("event", c_void_p),
+        ("src", c_void_p), ("host_layout", c_void_p), ("dst", c_void_p), ("dst_size", c_size_t), ("event", c_void_p),
     ]
 
 
 class PJRT_Buffer_CopyRawToHost_Args(Struct):
     _fields_ = [
-        ("buffer", c_void_p),
-        ("dst", c_void_p),
-        ("offset", c_int64),
-        ("transfer_size", c_int64),
-        ("event", c_void_p),
+        ("buffer", c_void_p), ("dst", c_void_p), ("offset", c_int64), ("transfer_size", c_int64), ("event", c_void_p),
     ]
 
 

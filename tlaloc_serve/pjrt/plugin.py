@@ -22,6 +22,10 @@ _FUNCTION = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p)
 _VOID_FUNCTION = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 
 
+class AbiMismatch(PluginError):
+    """A PJRT plugin whose ABI this package cannot drive: another version, or a table too short to have one."""
+
+
 class Plugin:
     """An initialised plugin. Use `Plugin.open`; one object a file and process, so it needs no closing.
 
@@ -35,7 +39,7 @@ class Plugin:
         self._functions: dict[str, Any] = {}
         size = ctypes.c_size_t.from_address(api).value
         if size < abi.FUNCTIONS_OFFSET:
-            raise PluginError(path, "PJRT_Api is too short to hold a version", got=f"{size} bytes",
+            raise AbiMismatch(path, "PJRT_Api is too short to hold a version", got=f"{size} bytes",
                               want=f"at least {abi.FUNCTIONS_OFFSET}", todo="use another plugin")
         self._struct_size = size
         version = abi.PJRT_Api_Version.from_address(api + 16)
@@ -61,10 +65,10 @@ class Plugin:
         major, minor = self.api_version
         want = f"{abi.MAJOR}.{abi.MIN_MINOR} or a newer {abi.MAJOR}.x"
         if major != abi.MAJOR:
-            raise PluginError(self.path, "PJRT API of another major version", got=f"{major}.{minor}", want=want,
+            raise AbiMismatch(self.path, "PJRT API of another major version", got=f"{major}.{minor}", want=want,
                               todo="use another plugin")
         if minor < abi.MIN_MINOR:
-            raise PluginError(self.path, "PJRT API too old", got=f"{major}.{minor}", want=want,
+            raise AbiMismatch(self.path, "PJRT API too old", got=f"{major}.{minor}", want=want,
                               todo="install a newer plugin")
 
     def has(self, name: str) -> bool:
@@ -81,7 +85,7 @@ class Plugin:
             address = self._slot(name)
             if not address:
                 major, minor = self.api_version
-                raise PluginError(self.path, f"the plugin (PJRT API {major}.{minor}) does not provide {name}",
+                raise AbiMismatch(self.path, f"the plugin (PJRT API {major}.{minor}) does not provide {name}",
                                   todo="use a newer plugin")
             prototype = _VOID_FUNCTION if name in abi.VOID_FUNCTIONS else _FUNCTION
             function = self._functions[name] = prototype(address)
