@@ -1,0 +1,57 @@
+"""The command line: which command, which exit code, and Ctrl-C.
+
+Exit codes: 0 done, or SKIP because this machine has nothing to run on; 1 an error, said in one line on stderr;
+2 the command line itself is wrong; 130 interrupted by Ctrl-C; 141 the reader of the output went away.
+A command without a name is `serve`, so `serve.py --artifact DIR` and `tlaloc-serve --artifact DIR` are the same.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Callable, Sequence
+
+from tlaloc_serve.app import plugins, serve
+from tlaloc_serve.errors import TlalocError
+
+OK, ERROR, USAGE, INTERRUPTED, PIPE_CLOSED = 0, 1, 2, 130, 141
+
+_COMMANDS: dict[str, tuple[Callable[[argparse.ArgumentParser], None], Callable[[argparse.Namespace], int], str]] = {
+    "serve": (serve.add_arguments, serve.run, serve.__doc__ or ""),
+    "plugins": (plugins.add_arguments, plugins.run, plugins.__doc__ or ""),
+}
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run one command and return its exit code. Errors of this package become one line on stderr."""
+    name, rest = (arguments[0], arguments[1:]) if arguments and arguments[0] in _COMMANDS else ("serve", arguments)
+    add_arguments, run, description = _COMMANDS[name]
+    parser = argparse.ArgumentParser(
+        prog=f"tlaloc-serve {name}",
+        description=description.strip(),
+        epilog=f"commands: {', '.join(_COMMANDS)} (serve when none is named). {_exit_codes()}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add_arguments(parser)
+    try:
+        return run(parser.parse_args(rest))
+    except TlalocError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return ERROR
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return INTERRUPTED
+    except BrokenPipeError:
+        # The interpreter flushes stdout once more at exit; give it somewhere to write.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return PIPE_CLOSED
+
+
+def console() -> None:
+    """Entry point of the console script."""
+    sys.exit(main(sys.argv[1:]))
+
+
+def _exit_codes() -> str:
+    return "Exit codes: 0 done or SKIP, 1 error, 2 usage, 130 Ctrl-C."

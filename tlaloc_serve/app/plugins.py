@@ -1,0 +1,57 @@
+"""Show every place a PJRT plugin may be, what was there, and what each plugin can do; or fetch one for the CPU."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from collections.abc import Iterator
+
+from tlaloc_serve.app.report import size_text
+from tlaloc_serve.app.serve import add_plugin_arguments
+from tlaloc_serve.pjrt.preflight import ProbeResult, Survey, survey
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--fetch", choices=("cpu",), help="download a CPU plugin (pinned, hash checked) into the cache")
+    parser.add_argument("--json", action="store_true", help="print the same facts as one JSON object on stdout")
+    add_plugin_arguments(parser)
+
+
+def run(options: argparse.Namespace) -> int:
+    if options.fetch:
+        from tlaloc_serve.pjrt.fetch import fetch
+
+        path = fetch(options.fetch, os.environ)
+        print(json.dumps({"plugin": str(path)}) if options.json else f"plugin  {path}")
+        return 0
+    found = survey(options.preflight_timeout, explicit=options.plugin, log=options.plugin_log)
+    if options.json:
+        print(json.dumps(found.to_dict()))
+    else:
+        for line in survey_lines(found):
+            print(line)
+    return 0
+
+
+def survey_lines(found: Survey) -> Iterator[str]:
+    for part in found.platforms:
+        yield f"{part.search.platform}"
+        for place in part.search.places:
+            where = f": {place.where}" if place.where else ""
+            yield f"  {place.name}{where} ({place.state})"
+        for answer in part.probes:
+            yield from probe_lines(answer)
+
+
+def probe_lines(answer: ProbeResult) -> Iterator[str]:
+    version = ".".join(map(str, answer.api_version)) if answer.api_version else "unknown"
+    yield f"  plugin      {answer.path}"
+    yield f"    API       {version}"
+    if not answer.ok:
+        yield f"    unusable  {answer.message}"
+        return
+    yield f"    platform  {answer.platform_name} ({answer.platform_version})"
+    yield f"    devices   {len(answer.devices)}: {', '.join(f'{number} {kind}' for number, kind in answer.devices)}"
+    limit = (answer.memory or {}).get("bytes_limit")
+    yield f"    memory    {size_text(limit) if limit else 'not reported by the plugin'}"

@@ -1,0 +1,211 @@
+"""Everything a person reads of a run, made from one object of facts, so that text and `--json` cannot disagree.
+
+`facts` functions turn live objects into plain JSON values; `..._lines` functions turn those values into text. Pure.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import platform
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+from tlaloc_serve.artifact.manifest import Ladder
+from tlaloc_serve.artifact.store import Artifact
+from tlaloc_serve.engine.generate import Engine, Finished, RunReport, Step
+
+FRAMEWORKS = ("jax", "torch", "numpy", "transformers")
+_LABEL = 14
+
+Facts = dict[str, Any]
+
+
+def runtime_facts(plugin: str, api_version: tuple[int, int], requested: str, plugin_log: str | None) -> Facts:
+    """The entire runtime of this process. Frameworks are asked for in the import system, never imported."""
+    return {
+        "plugin": plugin,
+        "pluginApi": ".".join(map(str, api_version)),
+        "pluginLog": plugin_log,
+        "requestedPlatform": requested,
+        "python": {"executable": sys.executable, "version": platform.python_version()},
+        "frameworks": {name: importlib.util.find_spec(name) is not None for name in FRAMEWORKS},
+    }
+
+
+def artifact_facts(artifact: Artifact, path: str) -> Facts:
+    manifest = artifact.manifest
+    return {
+        "path": path,
+        "model": manifest.model_name,
+        "hash": manifest.model_hash,
+        "schema": manifest.schema_version,
+        "layers": manifest.model.num_layers,
+        "vocab": manifest.model.vocab_size,
+        "entries": len(manifest.entries),
+        "weights": {
+            "format": manifest.weights_format,
+            "files": len(manifest.weights),
+            "bytes": manifest.weight_bytes(),
+            "hashesVerified": artifact.weights_verified,
+        },
+    }
+
+
+def engine_facts(engine: Engine, requested: str) -> Facts:
+    """What the live client answers. `mismatch` says so when that is not the platform that was asked for."""
+    found = engine.platform
+    mismatch = None
+    if requested not in ("auto", found):
+        mismatch = f"{requested} was asked for, and the plugin's client is on {found}"
+    return {
+        "platform": found,
+        "platformVersion": engine.client.platform_version,
+        "devices": [str(device.description) for device in engine.client.devices],
+        "mismatch": mismatch,
+    }
+
+
+def step_facts(step: Step) -> Facts:
+    return {
+        "step": step.number,
+        "entry": step.entry,
+        "rows": [
+            {
+                "sequence": row.sequence,
+                "source": "gen" if row.generated else "prompt",
+                "tokens": list(row.tokens),
+                "argmax": row.argmax,
+            }
+            for row in step.rows
+        ],
+        "ms": round(step.seconds * 1e3, 3),
+        "compileMs": round(step.compile_seconds * 1e3, 3),
+    }
+
+
+def run_facts(report: RunReport, max_new_given: bool) -> Facts:
+    median = report.median_step_seconds
+    return {
+        "sequences": [_sequence_facts(report, number, max_new_given) for number in range(len(report.prompts))],
+        "steps": [step_facts(step) for step in report.steps],
+        "compiles": report.compiles,
+        "pickCompiles": report.pick_compiles,
+        "firstStepMs": round(report.steps[0].seconds * 1e3, 3) if report.steps else None,
+        "medianStepMs": None if median is None else round(median * 1e3, 3),
+    }
+
+
+def _sequence_facts(report: RunReport, number: int, max_new_given: bool) -> Facts:
+    finished = report.finished.get(number, Finished(number, (), "cancelled"))
+    prompt = list(report.prompts[number])
+    return {
+        "prompt": prompt,
+        "maxNew": report.max_new[number],
+        "maxNewSource": "given" if max_new_given else "default",
+        "generated": list(finished.generated),
+        "all": prompt + list(finished.generated),
+        "reason": finished.reason,
+        "detail": finished.detail or None,
+    }
+
+
+def header_lines(facts: Facts) -> Iterator[str]:
+    """What is known before the first step: runtime, artifact, engine."""
+    runtime, artifact, engine = facts["runtime"], facts["artifact"], facts["engine"]
+    yield "the entire runtime of this process:"
+    yield _line("PJRT plugin", f"{runtime['plugin']} (PJRT API {runtime['pluginApi']})")
+    yield _line("platform", f"{runtime['requestedPlatform']} (requested; the client's own answer is below)")
+    yield _line("Python", f"{runtime['python']['executable']} ({runtime['python']['version']})")
+    yield _line("frameworks", _frameworks(runtime["frameworks"]))
+    if runtime["pluginLog"]:
+        yield _line("plugin log", runtime["pluginLog"])
+    yield ""
+    yield _line("artifact", artifact["path"], 0)
+    yield _line("model", artifact["model"])
+    yield _line("hash", artifact["hash"])
+    yield _line("layers", f"{artifact['layers']}  vocab {artifact['vocab']}")
+    yield _line("bodies", f"{_count(artifact['entries'], 'compiled entry', 'compiled entries')}, all re-hashed OK")
+    yield _line("weights", _weights(artifact["weights"]))
+    devices = ", ".join(engine["devices"])
+    yield _line("engine", f"ctypes on {engine['platform']} ({devices})", 0)
+    if engine["mismatch"]:
+        yield _line("MISMATCH", engine["mismatch"], 0)
+
+
+def request_lines(facts: Facts, ladder: Ladder) -> Iterator[str]:
+    """What is about to run, one line a prompt. `facts` are those of `run_facts`."""
+    for number, sequence in enumerate(facts["sequences"]):
+        label = "greedy decode" if len(facts["sequences"]) == 1 else f"decode [{number}]"
+        new = f"{sequence['maxNew']} new"
+        if sequence["maxNewSource"] == "default":
+            new += " (by default)"
+        context = ladder.fit_context(len(sequence["prompt"]) + sequence["maxNew"] - 1) or ladder.max_context
+        pages = f"{context} = {context // ladder.block_size} pages x {ladder.block_size}"
+        yield _line(label, f"prompt {sequence['prompt']} + {new} (compiled context {pages})", 0)
+
+
+def step_lines(step: Facts, many: bool) -> Iterator[str]:
+    """One line a live row. `many` puts the number of the prompt in front."""
+    for row in step["rows"]:
+        tokens = row["tokens"]
+        what = f"token {tokens[0]}" if len(tokens) == 1 else f"{len(tokens)} tokens {tokens[0]}..{tokens[-1]}"
+        which = f"[{row['sequence']}] " if many else ""
+        argmax = "" if row["argmax"] is None else f" -> argmax {row['argmax']}"
+        text = f"  step {step['step']:<3} {which}{row['source']:<6} {what}{argmax}"
+        compiled = f"  (compiled {step['entry']})" if step["compileMs"] else ""
+        yield f"{text:<56} {step['ms']:>8.1f} ms{compiled}"
+
+
+def footer_lines(facts: Facts) -> Iterator[str]:
+    """What came out. `facts` are those of `run_facts`."""
+    many = len(facts["sequences"]) > 1
+    for number, sequence in enumerate(facts["sequences"]):
+        which = f" [{number}]" if many else ""
+        yield _line(f"prompt{which}", sequence["prompt"], 0)
+        yield _line(f"generated{which}", sequence["generated"], 0)
+        yield _line(f"all{which}", sequence["all"], 0)
+        for key in ("text", "completion"):
+            if sequence.get(key) is not None:
+                yield _line(f"{key}{which}", repr(sequence[key]), 0)
+        detail = f": {sequence['detail']}" if sequence["detail"] else ""
+        yield _line(f"ended{which}", f"{sequence['reason']}{detail}", 0)
+    yield _line("XLA compiles", f"{facts['compiles']} (one per distinct ladder point actually touched)", 0)
+    if facts["firstStepMs"] is not None:
+        yield _line("first step", f"{facts['firstStepMs']:.0f} ms (weight upload + compile)", 0)
+        yield _line("median step", f"{facts['medianStepMs']:.2f} ms", 0)
+
+
+def _line(label: str, text: object, indent: int = 2) -> str:
+    return f"{' ' * indent}{label:<{_LABEL - indent}} {text}"
+
+
+def _count(number: int, one: str, many: str) -> str:
+    return f"{number} {one if number == 1 else many}"
+
+
+def _frameworks(found: dict[str, bool]) -> str:
+    missing = ", ".join(name for name, there in found.items() if not there)
+    present = ", ".join(name for name, there in found.items() if there)
+    if not present:
+        return f"none installed in this interpreter ({missing}: not found)"
+    rest = f"; {missing}: not found" if missing else ""
+    return f"{present} found in this interpreter, not imported{rest}"
+
+
+def _weights(facts: Facts) -> str:
+    if facts["format"] == "embedded":
+        return "in-body constants (nothing staged)"
+    verified = "every hash verified" if facts["hashesVerified"] else "sizes checked; --verify-weights checks hashes"
+    files = _count(facts["files"], "staged operand file", "staged operand files")
+    return f"{files}, {size_text(facts['bytes'])}, {verified}"
+
+
+def size_text(count: int) -> str:
+    """Bytes for a person: `540.2 MiB`."""
+    size = float(count)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if size < 1024 or unit == "GiB":
+            return f"{size:.0f} B" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1024
+    raise AssertionError("unreachable")
