@@ -20,7 +20,6 @@ from tlaloc_serve.artifact.manifest import MANIFEST_NAME, SCHEMA_PREFIX, Manifes
 from tlaloc_serve.errors import ExportError
 
 _OWN_NAMES = re.compile(r"tlaloc-serving[\w.-]*\.json|bodies|programs|weights|tokenizer\.json")
-_FOLDERS = ("bodies", "programs")
 
 
 def check_destination(path: pathlib.Path) -> None:
@@ -67,11 +66,10 @@ class ArtifactWriter:
             self.destination.parent.mkdir(parents=True, exist_ok=True)
             self._clear_stale()
             self.folder.mkdir()
-            for name in _FOLDERS:
-                (self.folder / name).mkdir()
         except OSError as error:
-            shutil.rmtree(self.folder, ignore_errors=True)
             raise write_failure(self.destination, error) from None
+        self.make_folder("bodies")
+        self.make_folder("programs")
         return self
 
     def __exit__(
@@ -79,6 +77,13 @@ class ArtifactWriter:
     ) -> None:
         if not self._committed:
             shutil.rmtree(self.folder, ignore_errors=True)
+
+    def make_folder(self, name: str) -> None:
+        """Make a folder under the folder."""
+        try:
+            (self.folder / name).mkdir()
+        except OSError as error:
+            raise write_failure(self.destination / name, error) from None
 
     def write(self, relative: str, data: bytes) -> None:
         """Write one file under the folder; its parent exists."""
@@ -135,7 +140,7 @@ class ArtifactWriter:
                 shutil.rmtree(entry.path)
 
 
-def write_failure(path: pathlib.Path, error: OSError) -> ExportError:
+def write_failure(path: str | os.PathLike[str], error: OSError) -> ExportError:
     """An OSError from writing, as the error that names the file and what to do."""
     todo = "free some space or choose another --out" if error.errno in (28, 122) else None  # ENOSPC, EDQUOT
     return ExportError(str(path), f"cannot be written: {error.strerror}", todo=todo)

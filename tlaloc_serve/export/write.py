@@ -1,23 +1,233 @@
-"""A model and a ladder to an artifact directory: bodies, programs, manifest. The weights are staged before.
+"""A model and a ladder to an artifact directory: weights, bodies, programs, manifest.
 
-Nothing here knows a model: the graph comes as a function from a ladder point to StableHLO text.
+Rules: everything that can be refused is refused before the first byte is written. The same checkpoint and options
+give the same bytes, whatever the machine, the time and the Python.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
+import os
+import pathlib
+import shutil
 from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
 
-from tlaloc_serve.artifact.manifest import Entry, Exporter, Manifest, Model, TensorType, program_json
-from tlaloc_serve.artifact.writer import ArtifactWriter
+from tlaloc_serve.artifact.manifest import (
+    Entry,
+    Exporter,
+    Frontend,
+    Ladder,
+    Manifest,
+    Model,
+    TensorSource,
+    TensorType,
+    TokenizerFile,
+    Weight,
+    program_json,
+)
+from tlaloc_serve.artifact.writer import ArtifactWriter, check_destination
+from tlaloc_serve.errors import ExportError
 from tlaloc_serve.export import reference
+from tlaloc_serve.export.checkpoint import Checkpoint, check_pieces
 from tlaloc_serve.export.entries import Boundary, Point, boundary, ladder_points, make_entry
+from tlaloc_serve.export.layout import Planned, plan_weights
+from tlaloc_serve.export.llama import llama_body
+from tlaloc_serve.export.staging import Job, Staged
+from tlaloc_serve.export.workers import Workers, core_count
 
 EXPORTER_NAME = "tlaloc-serve"
 EXPORTER_VERSION = "0.1.0"
 TARGET = "generic"
+DEFAULT_BATCHES = (1, 2, 4)
+DEFAULT_CONTEXTS = (64, 128, 256, 512)
+DEFAULT_BLOCK_SIZE = 16
+WEIGHT_DTYPES = ("f32", "bf16")
+_SPARE_BYTES = 16 << 20  # of disk, for bodies and manifest
 
 Graph = Callable[[Boundary, Point], str]
+Progress = Callable[[int, int], None]
+
+
+@dataclass(frozen=True)
+class ExportOptions:
+    """What a user chooses; None means the default that follows from the checkpoint.
+
+    `batch` and `context` are the ladder, strictly ascending; `num_blocks` the pages of a pool, scratch page included;
+    `prefill_chunk` the most tokens a sequence that one prefill call takes; `layers` exports the first layers only.
+    """
+
+    batch: tuple[int, ...] = DEFAULT_BATCHES
+    context: tuple[int, ...] | None = None
+    block_size: int = DEFAULT_BLOCK_SIZE
+    num_blocks: int | None = None
+    layers: int | None = None
+    weights: str = "f32"
+    prefill_chunk: int | None = None
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A checked export: nothing in it can be refused any more, except by the disk."""
+
+    checkpoint: Checkpoint
+    model: Model
+    ladder: Ladder
+    points: tuple[Point, ...]
+    weights: tuple[Planned, ...]
+
+
+def plan_export(checkpoint: Checkpoint, options: ExportOptions) -> Plan:
+    """Check the options against the checkpoint. Raises ExportError naming the flag or the tensor."""
+    config = checkpoint.config
+    layers = config.num_layers if options.layers is None else options.layers
+    if not 1 <= layers <= config.num_layers:
+        raise ExportError("--layers", "not usable", got=layers, want=f"1 to {config.num_layers}")
+    if options.weights not in WEIGHT_DTYPES:
+        raise ExportError("--weights", "not usable", got=options.weights, want=" or ".join(WEIGHT_DTYPES))
+    if options.prefill_chunk is not None and options.prefill_chunk < 1:
+        raise ExportError("--prefill-chunk", "not usable", got=options.prefill_chunk, want="at least 1")
+    ladder = _ladder(options, config.max_positions)
+    blocks = ladder.max_context // ladder.block_size
+    num_blocks = 1 + ladder.max_batch * blocks if options.num_blocks is None else options.num_blocks
+    if num_blocks < 1 + blocks:
+        raise ExportError("--num-blocks", f"too small for one sequence of {ladder.max_context} tokens and the scratch "
+                          "page", got=num_blocks, want=f"at least {1 + blocks}")
+    weights = plan_weights(config, layers, checkpoint.tensors, options.weights, checkpoint.where)
+    check_pieces(checkpoint, [part.tensor for weight in weights for part in weight.parts])
+    model = Model(
+        vocab_size=config.vocab_size,
+        hidden_size=config.hidden_size,
+        num_heads=config.num_heads,
+        num_kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        num_layers=layers,
+        num_blocks=num_blocks,
+        block_size=ladder.block_size,
+        dtype=options.weights,
+        kv_dtype="f32",
+        kv_pool_dims=(num_blocks, ladder.block_size, config.num_kv_heads, config.head_dim),
+    )
+    return Plan(checkpoint, model, ladder, ladder_points(ladder, options.prefill_chunk), weights)
+
+
+def _ladder(options: ExportOptions, max_positions: int) -> Ladder:
+    size = options.block_size
+    if size < 1:
+        raise ExportError("--block-size", "not usable", got=size, want="at least 1")
+    context = options.context
+    if context is None:
+        context = tuple(rung for rung in DEFAULT_CONTEXTS if rung <= max_positions)
+        context = context or (max_positions // size * size,)
+    for flag, rungs in (("--batch", options.batch), ("--context", context)):
+        if not rungs or rungs[0] < 1 or any(a >= b for a, b in zip(rungs, rungs[1:], strict=False)):
+            raise ExportError(flag, "not a ladder", got=list(rungs), want="positive numbers, each larger than the last")
+    for rung in context:
+        if rung % size:
+            raise ExportError("--context", "not a whole number of pages", got=rung,
+                              want=f"a multiple of --block-size {size}")
+        if rung > max_positions:
+            raise ExportError("--context", "more positions than the model has", got=rung,
+                              want=f"at most max_position_embeddings {max_positions}")
+    return Ladder(size, options.batch, context)
+
+
+def export_checkpoint(plan: Plan, out: str, progress: Progress | None = None) -> Manifest:
+    """Write the artifact of `plan` to the directory `out`. Raises ExportError; then `out` is as it was.
+
+    `progress` is called with (bytes of weights written, bytes in all), first with 0 written.
+    """
+    checkpoint, model = plan.checkpoint, plan.model
+    check_destination(pathlib.Path(os.path.realpath(out)))
+    _check_space(out, sum(weight.type.byte_length for weight in plan.weights))
+    with ArtifactWriter(out) as writer:
+        table = _write_weights(writer, plan, progress or (lambda done, total: None))
+        model_hash = _content_address(plan, table)
+        entries = write_entries(
+            writer,
+            model,
+            model_hash,
+            plan.points,
+            [(weight.name, weight.type) for weight in table],
+            lambda slots, point: llama_body(checkpoint.config, model.num_layers, model.block_size, slots, point),
+        )
+        manifest = Manifest(
+            schema=2,
+            model_name=checkpoint.name,
+            model_hash=model_hash,
+            model=model,
+            ladder=plan.ladder,
+            weights_format="staged",
+            weights_path="weights",
+            weights=table,
+            entries=entries,
+            frontend=_write_frontend(writer, checkpoint),
+            exporter=Exporter(EXPORTER_NAME, EXPORTER_VERSION, TARGET),
+        )
+        writer.commit(manifest)
+    return manifest
+
+
+def _check_space(out: str, needed: int) -> None:
+    place = pathlib.Path(os.path.realpath(out)).parent
+    while not place.exists():
+        place = place.parent
+    free = shutil.disk_usage(place).free
+    if needed + _SPARE_BYTES > free:
+        raise ExportError(out, "no space left for the artifact", got=f"{free} bytes free on that disk",
+                          want=f"{needed + _SPARE_BYTES}", todo="free some space or choose another --out")
+
+
+def _write_weights(writer: ArtifactWriter, plan: Plan, progress: Progress) -> tuple[Weight, ...]:
+    writer.make_folder("weights")
+    tensors = plan.checkpoint.tensors
+    paths = [f"weights/{index:04d}_{weight.name}.bin" for index, weight in enumerate(plan.weights)]
+    jobs = [
+        Job(str(writer.folder / path), weight.type, tuple(tensors[part.tensor] for part in weight.parts))
+        for path, weight in zip(paths, plan.weights, strict=True)
+    ]
+    done, total = 0, sum(weight.type.byte_length for weight in plan.weights)
+    results: list[Staged | None] = [None] * len(jobs)
+    progress(0, total)
+    with Workers(core_count()) as workers:
+        for index, staged in workers.run(jobs):
+            results[index] = staged
+            done += jobs[index].type.byte_length
+            progress(done, total)
+    return tuple(
+        Weight(weight.name, path, weight.type, weight.type.byte_length, staged.sha256, _sources(job, staged))
+        for weight, path, job, staged in zip(plan.weights, paths, jobs, results, strict=True)
+        if staged is not None
+    )
+
+
+def _sources(job: Job, staged: Staged) -> tuple[TensorSource, ...]:
+    return tuple(
+        TensorSource(os.path.basename(piece.path), piece.tensor, piece.offset, piece.byte_length, sha256)
+        for piece, sha256 in zip(job.pieces, staged.sources, strict=True)
+    )
+
+
+def _content_address(plan: Plan, table: Sequence[Weight]) -> str:
+    """The model's name, its size in short, and 16 digits of a SHA-256 over its architecture and its weights."""
+    config = plan.checkpoint.config
+    content = [asdict(config), [[weight.name, str(weight.type), weight.sha256] for weight in table]]
+    digest = hashlib.sha256(json.dumps(content, sort_keys=True).encode("ascii")).hexdigest()
+    size = f"L{plan.model.num_layers}:h{config.hidden_size}:v{config.vocab_size}"
+    return f"{config.family}:{plan.checkpoint.name}:{size}:{digest[:16]}"
+
+
+def _write_frontend(writer: ArtifactWriter, checkpoint: Checkpoint) -> Frontend:
+    files = checkpoint.frontend
+    tokenizer = None
+    if files.tokenizer is not None:
+        writer.write("tokenizer.json", files.tokenizer)
+        digest = hashlib.sha256(files.tokenizer).hexdigest()
+        tokenizer = TokenizerFile("tokenizer.json", len(files.tokenizer), digest)
+    return Frontend(
+        tokenizer, files.bos_token_id, files.add_bos, files.eos_token_ids, files.chat_template, files.default_prompt
+    )
 
 
 def write_entries(

@@ -1,0 +1,158 @@
+"""The graph of one entry for decoders of the Llama shape: Llama, Mistral, Qwen2, Qwen3.
+
+    h = embed[token];  per layer: h += o(attend(rope(norm(q)), rope(norm(k)), v));  h += down(silu(gate) * up)
+    logits = head(norm(h)), of each sequence's last token only
+
+Norms, softmax, rotary embedding, residuals and the KV pools are f32. A matrix of bf16 is multiplied in bf16, with its
+input rounded to bf16 and the sums in f32. N = B * T rows, H query heads, KV key heads, D numbers a head.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tlaloc_serve.artifact.manifest import Kind, TensorType
+from tlaloc_serve.export.config import ModelConfig
+from tlaloc_serve.export.entries import Arguments, Boundary, Point, open_body
+from tlaloc_serve.export.hlo import Body, Value
+from tlaloc_serve.export.paged import (
+    Heads,
+    attend_decode,
+    attend_prefill,
+    decode_mask,
+    gather_pages,
+    prefill_mask,
+    slot_places,
+)
+
+
+@dataclass(frozen=True)
+class _Step:
+    """What every layer of one entry shares. cos and sin are [N, 1, D / 2] f32; masks has one mask a window."""
+
+    point: Point
+    heads: Heads
+    places: Value
+    cos: Value
+    sin: Value
+    masks: dict[int | None, Value]
+
+
+def llama_body(config: ModelConfig, layers: int, block_size: int, slots: Boundary, point: Point) -> str:
+    """The StableHLO text of the entry at `point` with the first `layers` layers of the model."""
+    body, given = open_body(slots)
+    step = _prepare(body, config, layers, block_size, given, point)
+    rows = point.batch * point.tokens
+    hidden = body.take_rows(given.weights["embedTokens"], body.reshape(given.token_ids, rows))
+    hidden = body.convert(hidden, "f32")  # [N, hidden]
+    keys, values = [], []
+    for layer in range(layers):
+        normed = _norm(body, hidden, given.weights[f"inputNorm{layer}"], config.rms_norm_eps)
+        mixed, key_pool, value_pool = _attention(body, config, layer, normed, given, step)
+        keys.append(key_pool)
+        values.append(value_pool)
+        hidden = body.binary("add", hidden, _linear(body, mixed, given, f"oProj{layer}", f"oBias{layer}"))
+        normed = _norm(body, hidden, given.weights[f"postAttnNorm{layer}"], config.rms_norm_eps)
+        hidden = body.binary("add", hidden, _mlp(body, config, layer, normed, given))
+    last = body.slice(body.reshape(hidden, point.batch, point.tokens, config.hidden_size), 1, point.tokens - 1, point.tokens)
+    last = body.reshape(last, point.batch, config.hidden_size)
+    last = _norm(body, last, given.weights["finalNorm"], config.rms_norm_eps)
+    head = "lmHead" if "lmHead" in given.weights else "embedTokens"
+    logits = body.reshape(_linear(body, last, given, head), point.batch, 1, config.vocab_size)
+    pools = [pool for pair in zip(keys, values, strict=True) for pool in pair]
+    return body.finish([logits, *pools])
+
+
+def _prepare(
+    body: Body, config: ModelConfig, layers: int, block_size: int, given: Arguments, point: Point
+) -> _Step:
+    heads = Heads(config.num_heads, config.num_kv_heads, config.head_dim)
+    rows, half = point.batch * point.tokens, config.head_dim // 2
+    angle = TensorType("f32", (rows, half))
+    position = body.convert(body.reshape(given.positions, rows), "f32")
+    turn = body.constant(config.inverse_frequencies, TensorType("f32", (half,)))
+    angles = body.binary("multiply", body.broadcast(position, angle.dims, [0]), body.broadcast(turn, angle.dims, [1]))
+    masks = {}
+    for window in sorted({w for w in config.windows[:layers]}, key=lambda w: w or 0):
+        if point.kind == Kind.DECODE:
+            masks[window] = decode_mask(body, given.seq_lens, point.context, heads.query, window)
+        else:
+            masks[window] = prefill_mask(body, given.positions, point.context, heads, window)
+    return _Step(
+        point=point,
+        heads=heads,
+        places=slot_places(body, given.slot_mapping, block_size),
+        cos=body.reshape(body.unary("cosine", angles), rows, 1, half),
+        sin=body.reshape(body.unary("sine", angles), rows, 1, half),
+        masks=masks,
+    )
+
+
+def _attention(
+    body: Body, config: ModelConfig, layer: int, normed: Value, given: Arguments, step: _Step
+) -> tuple[Value, Value, Value]:
+    """normed [N, hidden] to the mixed heads [N, H * D], and the layer's two pools with the new rows in them."""
+    heads, point = step.heads, step.point
+    rows = normed.dims[0]
+    wide, narrow = heads.query * heads.dim, heads.kv * heads.dim
+    qkv = _linear(body, normed, given, f"qkvProj{layer}", f"qkvBias{layer}")
+    query = body.reshape(body.slice(qkv, 1, 0, wide), rows, heads.query, heads.dim)
+    key = body.reshape(body.slice(qkv, 1, wide, wide + narrow), rows, heads.kv, heads.dim)
+    value = body.reshape(body.slice(qkv, 1, wide + narrow, wide + 2 * narrow), rows, heads.kv, heads.dim)
+    if config.qk_norm:
+        query = _norm(body, query, given.weights[f"qNorm{layer}"], config.rms_norm_eps)
+        key = _norm(body, key, given.weights[f"kNorm{layer}"], config.rms_norm_eps)
+    query, key = _rotate(body, query, step), _rotate(body, key, step)
+    key_pool = body.write_slots(given.keys[layer], step.places, key)
+    value_pool = body.write_slots(given.values[layer], step.places, value)
+    keys = gather_pages(body, key_pool, given.block_tables)
+    values = gather_pages(body, value_pool, given.block_tables)
+    mask = step.masks[config.windows[layer]]
+    if point.kind == Kind.DECODE:
+        mixed = attend_decode(body, query, keys, values, mask, heads)
+    else:
+        mixed = attend_prefill(body, body.reshape(query, point.batch, point.tokens, wide), keys, values, mask, heads)
+    return mixed, key_pool, value_pool
+
+
+def _mlp(body: Body, config: ModelConfig, layer: int, normed: Value, given: Arguments) -> Value:
+    wide = config.intermediate_size
+    both = _linear(body, normed, given, f"gateUpProj{layer}", f"gateUpBias{layer}")  # [N, 2 * wide]
+    gate, up = body.slice(both, 1, 0, wide), body.slice(both, 1, wide, 2 * wide)
+    active = body.binary("multiply", gate, body.unary("logistic", gate))
+    return _linear(body, body.binary("multiply", active, up), given, f"downProj{layer}", f"downBias{layer}")
+
+
+def _linear(body: Body, x: Value, given: Arguments, name: str, bias: str = "") -> Value:
+    """x f32 [N, in] times the weight [out, in], plus the bias where the model has it: f32 [N, out]."""
+    weight = given.weights[name]
+    rows = x.dims[0]
+    if weight.dtype == "bf16":
+        x = body.convert(x, "bf16")
+        if rows == 1:
+            # XLA:CPU turns a bf16 product of one row into a loop that widens the whole weight every step.
+            x = body.concatenate([x, x], 0)
+    result = body.slice(body.dot(x, weight, (1, 1)), 0, 0, rows)
+    if bias in given.weights:
+        result = body.binary("add", result, body.broadcast(given.weights[bias], result.dims, [1]))
+    return result
+
+
+def _norm(body: Body, x: Value, weight: Value, epsilon: float) -> Value:
+    """x / sqrt(mean(x^2) + epsilon) * weight over the last axis."""
+    axis = len(x.dims) - 1
+    lower = list(range(axis))
+    mean = body.scale("divide", body.reduce("add", body.binary("multiply", x, x), axis), float(x.dims[axis]))
+    inverse = body.unary("rsqrt", body.scale("add", mean, epsilon))
+    scaled = body.binary("multiply", x, body.broadcast(inverse, x.dims, lower))
+    return body.binary("multiply", scaled, body.broadcast(weight, x.dims, [axis]))
+
+
+def _rotate(body: Body, x: Value, step: _Step) -> Value:
+    """Rotary embedding of x [N, heads, D]: the first half of D is rotated against the second."""
+    half = x.dims[2] // 2
+    first, second = body.slice(x, 2, 0, half), body.slice(x, 2, half, 2 * half)
+    cos, sin = (body.broadcast(table, first.dims, [0, 1, 2]) for table in (step.cos, step.sin))
+    left = body.binary("subtract", body.binary("multiply", first, cos), body.binary("multiply", second, sin))
+    right = body.binary("add", body.binary("multiply", second, cos), body.binary("multiply", first, sin))
+    return body.concatenate([left, right], 2)

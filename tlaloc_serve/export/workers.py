@@ -1,0 +1,122 @@
+"""Runs staging jobs side by side: one child interpreter a core, fed by a thread each.
+
+Converting holds the interpreter lock, so threads alone would use one core. The children are plain interpreters that
+read pickled jobs from a pipe, rather than forks or `multiprocessing`: they share no state with a caller that may have
+threads and devices, they end when the pipe closes whatever becomes of the parent, and Ctrl-C reaches the parent only.
+Where no child can be started the job runs in the thread.
+"""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import pickle
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+
+from tlaloc_serve.errors import ExportError
+from tlaloc_serve.export.staging import Job, Staged, stage
+
+_BOOT = "import sys; sys.path.insert(0, sys.argv[1]); from tlaloc_serve.export.workers import serve; serve()"
+_ROOT = str(pathlib.Path(__file__).resolve().parents[2])
+_WORTH_A_CHILD = 8 << 20  # bytes of output; below that a child takes longer to start than the work
+
+
+class Workers:
+    """A context manager over the children. Leaving it kills those that still work."""
+
+    def __init__(self, count: int):
+        self._count = count
+        self._local = threading.local()
+        self._children: list[subprocess.Popen[bytes]] = []
+        self._closed = False
+        self._lock = threading.Lock()
+
+    def __enter__(self) -> Workers:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        with self._lock:
+            self._closed = True
+            children = list(self._children)
+        for child in children:
+            child.kill()
+            child.wait()
+            for pipe in (child.stdin, child.stdout):
+                if pipe is not None:
+                    pipe.close()
+
+    def run(self, jobs: Sequence[Job]) -> Iterator[tuple[int, Staged]]:
+        """(index, result) of each job as it is done, large ones begun first. Raises the first ExportError."""
+        order = sorted(range(len(jobs)), key=lambda index: -jobs[index].type.byte_length)
+        if self._count < 2 or sum(job.type.byte_length for job in jobs) < _WORTH_A_CHILD:
+            for index in order:
+                yield index, stage(jobs[index])
+            return
+        pool = ThreadPoolExecutor(self._count)
+        try:
+            futures = {pool.submit(self._run, jobs[index]): index for index in order}
+            for future in as_completed(futures):
+                yield futures[future], future.result()
+        except BaseException:
+            self.__exit__()  # the threads wait for their children
+            raise
+        finally:
+            pool.shutdown(wait=True, cancel_futures=True)
+
+    def _run(self, job: Job) -> Staged:
+        child = self._child()
+        if child is None:
+            return stage(job)
+        assert child.stdin is not None and child.stdout is not None
+        try:
+            pickle.dump(job, child.stdin)
+            child.stdin.flush()
+            result = pickle.load(child.stdout)
+        except (OSError, EOFError, ValueError, pickle.UnpicklingError):
+            raise ExportError(job.path, "the process that wrote this weight ended", got=f"status {child.poll()}") from None
+        if isinstance(result, Staged):
+            return result
+        raise ExportError(*result)
+
+    def _child(self) -> subprocess.Popen[bytes] | None:
+        """This thread's child, started at its first job; None where there can be none."""
+        if not hasattr(self._local, "child"):
+            command = [sys.executable, "-I", "-c", _BOOT, _ROOT]
+            with self._lock:
+                if self._closed:
+                    raise ExportError("export", "stopped")
+                try:
+                    child = subprocess.Popen(
+                        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True
+                    )
+                except (OSError, ValueError):
+                    self._local.child = None
+                else:
+                    self._local.child = child
+                    self._children.append(child)
+        child_or_none: subprocess.Popen[bytes] | None = self._local.child
+        return child_or_none
+
+
+def core_count() -> int:
+    """The cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def serve() -> None:
+    """A child's loop: a pickled Job in, a pickled Staged out, or the (where, what) of its ExportError."""
+    while True:
+        try:
+            job = pickle.load(sys.stdin.buffer)
+        except EOFError:
+            return
+        try:
+            result: object = stage(job)
+        except ExportError as error:
+            result = (error.where, str(error)[len(error.where) + 2 :])
+        pickle.dump(result, sys.stdout.buffer)
+        sys.stdout.buffer.flush()
