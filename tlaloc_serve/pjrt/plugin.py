@@ -9,15 +9,12 @@ from __future__ import annotations
 
 import ctypes
 import os
-import pathlib
-import re
 from typing import Any
 
 from tlaloc_serve.errors import OutOfMemory, PjrtError, PluginError
-from tlaloc_serve.pjrt import abi
+from tlaloc_serve.pjrt import abi, library
 
 _opened: dict[str, Plugin] = {}
-_MISSING_LIBRARY = re.compile(r"^(?P<library>[^:\s]+): cannot open shared object file")
 _FUNCTION = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p)
 _VOID_FUNCTION = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 
@@ -58,7 +55,7 @@ class Plugin:
         real = os.path.realpath(path)
         plugin = _opened.get(real)
         if plugin is None:
-            plugin = _opened[real] = cls(path, _load(path))
+            plugin = _opened[real] = cls(path, library.load(path))
         return plugin
 
     def _check_version(self) -> None:
@@ -160,50 +157,3 @@ def _named_value(value: Any) -> tuple[str, str | int | float | bool | tuple[int,
     if value.type == abi.NAMED_BOOL:
         return name, bool(value.bool_value)
     return name, f"(a value of unknown type {value.type})"
-
-
-def _load(path: str) -> int:
-    """dlopen `path` and return the address of its PJRT_Api."""
-    _check_file(path)
-    try:
-        library = ctypes.CDLL(os.path.abspath(path), mode=ctypes.RTLD_LOCAL)
-    except OSError as error:
-        raise _load_error(path, str(error)) from None
-    try:
-        get_api = library.GetPjrtApi
-    except AttributeError:
-        raise PluginError(path, "a shared library, but not a PJRT plugin", got="no function GetPjrtApi",
-                          todo="name a PJRT plugin") from None
-    get_api.restype = ctypes.c_void_p
-    get_api.argtypes = ()
-    api = get_api()
-    if not api:
-        raise PluginError(path, "GetPjrtApi returned nothing", todo="use another plugin")
-    return int(api)
-
-
-def _check_file(path: str) -> None:
-    """Name the plain mistakes (nothing there, a folder, not a library) before dlopen words them in its own way."""
-    file = pathlib.Path(path)
-    try:
-        if not file.exists():
-            raise PluginError(path, "no such file", todo="name the plugin's .so file")
-        if not file.is_file():
-            raise PluginError(path, "not a file", got="a folder" if file.is_dir() else "something else",
-                              todo="name the plugin's .so file")
-        with file.open("rb") as stream:
-            magic = stream.read(4)
-    except OSError as error:
-        raise PluginError(path, "cannot be read", got=error.strerror, todo="check its permissions") from None
-    if magic != b"\x7fELF":
-        raise PluginError(path, "not a shared library", got=f"a file that starts with {magic!r}", want="an ELF file",
-                          todo="name the plugin's .so file")
-
-
-def _load_error(path: str, text: str) -> PluginError:
-    missing = _MISSING_LIBRARY.match(text)
-    if missing and os.path.basename(missing["library"]) != os.path.basename(path):
-        library = missing["library"]
-        return PluginError(path, f"cannot be loaded, it needs the library {library}, which was not found",
-                           todo=f"install the package that has {library}, or add its folder to LD_LIBRARY_PATH")
-    return PluginError(path, "cannot be loaded", got=text, todo="check that the file is whole and for this machine")

@@ -182,6 +182,7 @@ def child(arguments: list[str]) -> None:
     def say(**fields: Any) -> None:
         os.write(answer, json.dumps(fields).encode() + b"\n")
 
+    plugin: Plugin | None = None
     try:
         say(stage="loading and initialising it")
         plugin = Plugin.open(path)
@@ -191,9 +192,7 @@ def child(arguments: list[str]) -> None:
         facts.pop("client").close()
         say(reason="ok", message="ok", **facts)
     except TlalocError as error:
-        version = None
-        with contextlib.suppress(TlalocError):
-            version = Plugin.open(path).api_version
+        version = plugin.api_version if plugin else None
         say(reason=_reason(error), message=_text(error, path), api_version=version)
     sys.stdout.flush()
     os._exit(0)  # without the exit handlers of a plugin, which are no part of the question
