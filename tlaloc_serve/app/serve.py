@@ -101,7 +101,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _decode(
-    engine: Engine, prompts: list[list[int]], options: argparse.Namespace, facts: dict[str, Any], text: Text
+    engine: Engine, prompts: list[list[int]], options: argparse.Namespace, facts: report.Facts, text: Text
 ) -> int:
     eos_ids = () if options.ignore_eos else None
     events = engine.generate(prompts, options.max_new, eos_ids=eos_ids, pick_all=True)

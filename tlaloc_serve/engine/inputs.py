@@ -1,8 +1,8 @@
 """The small integer inputs of one entry: filled from a batch, padded as the contract says, uploaded on change.
 
-Padding (docs of the artifact format): a row without a sequence has token 0, position 0, page table 0, slot -1 so that its
-write is dropped, and length 1, since length 0 would mask every lane and give 0/0. The tokens of a prefill row are
-right-aligned; what stands before them is padded the same way.
+A row without a sequence has token 0, position 0, page table 0, slot -1 so that its write is dropped, and length 1,
+since length 0 would mask every lane and give 0/0. The tokens of a prefill row are right-aligned; what stands before
+them is padded the same way.
 """
 
 from __future__ import annotations

@@ -36,7 +36,7 @@ class PageAllocator:
         return tuple(self._free.pop() for _ in range(count))
 
     def free(self, pages: Sequence[int]) -> None:
-        """Give pages back. Raises CapacityError for a page that is not out: a page with two owners is a wrong answer."""
+        """Give pages back. Raises CapacityError for a page that is not out: two owners give wrong answers."""
         for page in pages:
             if page in self._free or not SCRATCH_PAGE < page <= self.capacity:
                 raise CapacityError(self.name, f"page {page} was given back but is not in use")

@@ -2,11 +2,11 @@
 
 Rules that hold here:
 - A request is checked whole before anything runs: ids, lengths, pages. What cannot run is refused by name.
-- A sequence gets all the pages it can ever need when it starts, so nothing runs out half way. Sequences that do not
-  fit yet wait in order; every one that was accepted fits an empty engine, so the queue always moves.
+- Pages are given out as positions are reached, and only while every sequence can still finish in the order of arrival.
+  So nothing runs out half way, nothing is taken back, and the queue always moves.
 - Batch and context round up to the ladder, never down.
-- A prompt goes through prefill entries where the artifact has them, in as few calls as they allow; its last token alone,
-  and every prompt of an artifact without prefill entries, goes through decode steps.
+- A prompt goes through prefill entries where the artifact has them, in as few calls as they allow; a single token, and
+  every prompt of an artifact without prefill entries, goes through decode steps.
 - A sequence is freed in one place: `_release`.
 """
 
@@ -186,21 +186,45 @@ class Scheduler:
         if not self._running:
             return None
         prefill = [(sequence, self._prefill_shape(sequence)) for sequence in self._running if sequence.pending > 1]
-        shape = next((shape for _, shape in prefill if shape is not None), None)
-        if shape is not None:
-            return self._prefill_batch([sequence for sequence, its in prefill if its == shape], shape)
-        rows = tuple(self._row(sequence, 1) for sequence in self._running)
+        for shape in dict.fromkeys(shape for _, shape in prefill if shape is not None):
+            batch = self._prefill_batch([sequence for sequence, its in prefill if its == shape], shape)
+            if batch is not None:
+                return batch
+        rows = tuple(self._row(item, 1) for item in self._running if self._grant(item, item.position + 1))
         return Batch(self._smallest(self._decode, len(rows), max(row.end for row in rows)), rows)
 
     def _admit(self) -> None:
         while self._waiting and len(self._running) < self.manifest.ladder.max_batch:
             sequence = self._waiting[0]
-            pages, ring = self._needs(sequence)
-            if pages > self._pages.available or ring > self._ring_pages.available:
+            ring = self._needs(sequence)[1]
+            if ring > self._ring_pages.available or not self._all_can_finish([*self._running, sequence]):
                 return
-            sequence.pages = self._pages.allocate(pages)
             sequence.ring = self._ring_pages.allocate(ring)
             self._running.append(self._waiting.popleft())
+
+    def _grant(self, sequence: Sequence, end: int) -> bool:
+        """Give the sequence the pages that positions below `end` need; False when it has to wait for them."""
+        missing = pages_for(end, self._page_size) - len(sequence.pages)
+        if missing <= 0:
+            return True
+        if missing > self._pages.available or not self._all_can_finish(self._running, sequence, missing):
+            return False
+        sequence.pages += self._pages.allocate(missing)
+        return True
+
+    def _all_can_finish(self, sequences: list[Sequence], granted: Sequence | None = None, extra: int = 0) -> bool:
+        """Whether, with `extra` pages more for `granted`, each sequence can still finish once those before it have.
+
+        This is the safety check of Dijkstra's banker's algorithm in the order of arrival: the first sequence never
+        waits, so pages can be given out one at a time without a deadlock and without taking any back.
+        """
+        free = self._pages.available - extra
+        for sequence in sequences:
+            held = len(sequence.pages) + (extra if sequence is granted else 0)
+            if self._needs(sequence)[0] - held > free:
+                return False
+            free += held
+        return True
 
     def _prefill_shape(self, sequence: Sequence) -> tuple[int, int] | None:
         """(context, tokens a sequence) of the cheapest prefill entries that take most of what is pending, or None."""
@@ -220,11 +244,15 @@ class Scheduler:
             takes = min(takes, ring - min(sequence.position, self._window.window - 1))
         return takes
 
-    def _prefill_batch(self, sequences: list[Sequence], shape: tuple[int, int]) -> Batch:
+    def _prefill_batch(self, sequences: list[Sequence], shape: tuple[int, int]) -> Batch | None:
+        """One call for the sequences of one shape; None when all of them wait for pages."""
         entries = [entry for entry in self._prefill if (entry.context, entry.tokens_per_seq) == shape]
-        sequences = sequences[: max(entry.batch for entry in entries)]
-        entry = self._smallest(entries, len(sequences), 0)
-        return Batch(entry, tuple(self._row(sequence, self._takes(sequence, entry)) for sequence in sequences))
+        rows = []
+        for sequence in sequences[: max(entry.batch for entry in entries)]:
+            count = self._takes(sequence, entries[0])
+            if self._grant(sequence, sequence.position + count):
+                rows.append(self._row(sequence, count))
+        return Batch(self._smallest(entries, len(rows), 0), tuple(rows)) if rows else None
 
     @staticmethod
     def _smallest(entries: list[Entry], rows: int, positions: int) -> Entry:
