@@ -32,8 +32,6 @@ from tlaloc_serve.export.gguf import BLOCKS
 CHUNK = 1 << 18  # weights; a multiple of every block
 MOST_TABLES = 8192  # of a kilobyte each
 
-_Tables = dict[int, list[bytes]]  # f32 bits of a scale: for each byte of a result, its 256 values by code
-
 _LOW = bytes(byte & 15 for byte in range(256))
 _HIGH = bytes(byte >> 4 for byte in range(256))
 _SIGNED_TO_CODE = bytes(byte ^ 128 for byte in range(256))
@@ -66,12 +64,11 @@ def dequantise(type_name: str, data: floats.Bytes, out: str) -> Iterator[bytes |
         raise ExportError(f"tensor type {type_name}", "a block is cut", got=f"{len(view)} bytes",
                           want=f"a multiple of {size}")
     step = CHUNK // block * size
-    known: _Tables = {}
     for at in range(0, len(view), step):
         chunk = bytes(view[at : at + step])
         if type_name in _UNPACK:
             groups = _UNPACK[type_name](chunk)
-            yield _by_table(groups, out) if groups.bits <= 5 else _by_scale(groups, out, known)
+            yield _by_table(groups, out) if groups.bits <= 5 else _by_scale(groups, out)
         else:
             yield bytes(floats.convert(chunk, type_name.lower(), out))
 
@@ -128,19 +125,16 @@ def _tags(count: int, size: int, bits: int) -> int:
     return int.from_bytes((cycle * (count // len(cycle) + 1))[:count], "little")
 
 
-def _by_scale(groups: _Groups, out: str, known: _Tables) -> bytes | bytearray:
-    """Codes of 6 and 8 bits: a table for each distinct scale where they are few, else one product a weight.
-
-    `known` holds the tables of scales seen before.
-    """
+def _by_scale(groups: _Groups, out: str) -> bytes | bytearray:
+    """Codes of 6 and 8 bits: a table for each distinct scale where they are few, else one product a weight."""
+    known = _known_tables(groups.bits, out)
     count, levels, width = len(groups.scales), 1 << groups.bits, floats.WIDTH[out]
     keys = memoryview(struct.pack(f"{count}f", *groups.scales)).cast("I").tolist()  # tells -0.0 from 0.0
     fresh = {key: scale for key, scale in zip(keys, groups.scales, strict=True) if key not in known}
     if len(fresh) * levels > count * groups.size:
         return _by_product(groups, out)
     if len(known) + len(fresh) > MOST_TABLES:
-        known.clear()
-        fresh = dict(zip(keys, groups.scales, strict=True))
+        _known_tables.cache_clear()  # the dict that is in use here, perhaps in another thread too, stays whole
     if fresh:
         planes = [bytes(plane) for plane in _planes(replace(groups, scales=list(fresh.values())), out)]
         for index, key in enumerate(fresh):
@@ -152,6 +146,12 @@ def _by_scale(groups: _Groups, out: str, known: _Tables) -> bytes | bytearray:
     for byte in range(width):
         result[byte::width] = b"".join(map(bytes.translate, pieces, map(itemgetter(byte), tables)))
     return result
+
+
+@lru_cache(maxsize=4)
+def _known_tables(bits: int, out: str) -> dict[int, list[bytes]]:
+    """f32 bits of a scale -> for each byte of a result, its 256 values by code: of the scales seen lately."""
+    return {}
 
 
 def _by_product(groups: _Groups, out: str) -> bytes | bytearray:

@@ -3,20 +3,20 @@
 Rules: architectures llama, qwen2 and qwen3; another is refused by name. Every `<architecture>.*` key is understood,
 known to change nothing, or refused by name, and so is every tensor. Sizes that the tensors show (vocabulary, biases,
 a tied head) are read off the tensors. Numbers that GGUF keeps in f32 (epsilon, rope base) stay those f32 values.
-llama.cpp stores the q and k rows of `llama` for a rotation of neighbouring pairs; `Part.heads` says so, and
-`part_rows` gives the order that undoes it. The rows of qwen2 and qwen3 are as transformers has them.
+llama.cpp stores the q and k rows of `llama` for a rotation of neighbouring pairs: `Piece.head_rows` says where the rows
+have to be put back. The rows of qwen2 and qwen3 are as transformers has them.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from tlaloc_serve.errors import ExportError
 from tlaloc_serve.export.dequantise import dequantise
-from tlaloc_serve.export.gguf import GgufFile, GgufTensor
+from tlaloc_serve.export.gguf import BLOCKS, GgufFile, GgufTensor
+from tlaloc_serve.export.staging import Piece
 
 ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 ROPE_FREQS = "rope_freqs.weight"
@@ -40,20 +40,6 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "attention.scale": (0.0,), "rope.scaling.attn_factor": (1.0,), "use_parallel_residual": (False,),
     "attention.clamp_kqv": (0.0,), "attention.max_alibi_bias": (0.0,), "pooling_type": (0,),
 }  # fmt: skip
-
-
-@dataclass(frozen=True)
-class Part:
-    """One tensor of the file under its transformers name. `heads` is 0, or over how many its rows are interleaved."""
-
-    name: str
-    source: str  # the name in the file
-    path: str
-    type_name: str
-    dims: tuple[int, ...]  # row-major
-    offset: int  # bytes from the start of the file
-    nbytes: int
-    heads: int
 
 
 class _Keys:
@@ -226,7 +212,7 @@ def rope_divisors(file: GgufFile, head_dim: int) -> tuple[float, ...] | None:
     return values
 
 
-def model_parts(file: GgufFile) -> dict[str, Part]:
+def model_pieces(file: GgufFile) -> dict[str, Piece]:
     """The tensors by transformers name. Raises ExportError for a tensor that is not understood.
 
     `rope_freqs.weight` is left out: it is no weight of the graph, see `rope_divisors`.
@@ -235,9 +221,8 @@ def model_parts(file: GgufFile) -> dict[str, Part]:
     keys = _Keys(file.path, architecture, file.metadata)
     heads = keys.integer("attention.head_count")
     interleaved = {"attn_q": heads, "attn_k": keys.integer("attention.head_count_kv", heads)}
-    names = tensor_names(_layers(file, keys))
-    theirs = {source: name for name, source in names.items()}
-    parts: dict[str, Part] = {}
+    theirs = {source: name for name, source in tensor_names(_layers(file, keys)).items()}
+    pieces: dict[str, Piece] = {}
     for tensor in file.tensors.values():
         if tensor.name == ROPE_FREQS:
             continue
@@ -245,8 +230,9 @@ def model_parts(file: GgufFile) -> dict[str, Part]:
             raise ExportError(f"{file.path}: {tensor.name}", f"a tensor that a {architecture} model has no use for")
         matrix = re.sub(r"blk\.\d+\.|\.(weight|bias)$", "", tensor.name)
         over = interleaved.get(matrix, 0) if architecture == "llama" else 0
-        parts[theirs[tensor.name]] = _part(file, theirs[tensor.name], tensor, over)
-    return parts
+        pieces[theirs[tensor.name]] = Piece(file.path, tensor.name, tensor.type_name, tensor.dims, tensor.offset,
+                                            tensor.nbytes, _head_rows(file, tensor, over))
+    return pieces
 
 
 def tensor_names(layers: int) -> dict[str, str]:
@@ -259,22 +245,15 @@ def tensor_names(layers: int) -> dict[str, str]:
     return names
 
 
-def _part(file: GgufFile, name: str, tensor: GgufTensor, heads: int) -> Part:
-    if heads and tensor.dims[0] % (2 * heads):
-        raise ExportError(f"{file.path}: {tensor.name}", "rows are no whole number of pairs a head",
-                          got=tensor.dims[0], want=f"a multiple of {2 * heads}")
-    return Part(name, tensor.name, file.path, tensor.type_name, tensor.dims, tensor.offset, tensor.nbytes, heads)
-
-
-def part_rows(part: Part) -> list[int] | None:
-    """Row i of the transformers tensor is row `part_rows(part)[i]` of the file's; None where they are the same.
-
-    In the file, the two halves of a head that rotate together stand next to each other: row 2 i + p of a head is row
-    p * half + i for transformers. A bias is a tensor of one-element rows.
-    """
-    if not part.heads:
-        return None
-    head_rows = part.dims[0] // part.heads
-    half = head_rows // 2
-    within = [2 * index + side for side in (0, 1) for index in range(half)]
-    return [head * head_rows + row for head in range(part.heads) for row in within]
+def _head_rows(file: GgufFile, tensor: GgufTensor, heads: int) -> int:
+    """Rows a head where they are interleaved over `heads` heads, else 0."""
+    if not heads:
+        return 0
+    rows = tensor.dims[0]
+    if rows % (2 * heads):
+        raise ExportError(f"{file.path}: {tensor.name}", "rows are no whole number of pairs a head", got=rows,
+                          want=f"a multiple of {2 * heads}")
+    if len(tensor.dims) == 1 and BLOCKS[tensor.type_name][0] > 1:
+        raise ExportError(f"{file.path}: {tensor.name}", "a bias whose elements must be moved is in blocks",
+                          got=tensor.type_name, want="F32, F16 or BF16")
+    return rows // heads
