@@ -19,7 +19,7 @@ from tlaloc_serve.app import report
 from tlaloc_serve.app.text import Text
 from tlaloc_serve.artifact.store import Artifact, open_artifact
 from tlaloc_serve.engine.generate import Engine, Staged, Step
-from tlaloc_serve.engine.scheduler import Reason
+from tlaloc_serve.engine.scheduler import Reason, Scheduler
 from tlaloc_serve.errors import RequestError
 from tlaloc_serve.pjrt.platforms import PLATFORMS
 from tlaloc_serve.pjrt.preflight import NothingToRunOn, choose, redirect_stderr
@@ -82,6 +82,8 @@ def run(options: argparse.Namespace) -> int:
     artifact = open_artifact(directory, verify_weights=options.verify_weights)
     text = Text(artifact)
     prompts = text.encode_all(options.prompts or _default_prompts(artifact, options.artifact is None))
+    # A request that cannot run is an error whether or not this machine could run anything: never a SKIP.
+    Scheduler(artifact.manifest).check(prompts, options.max_new)
     choice = choose(options.platform, options.plugin, options.preflight_timeout, log=options.plugin_log)
     if isinstance(choice, NothingToRunOn):
         return _skip(choice, directory, options.json)

@@ -144,7 +144,7 @@ class Scheduler:
                 raise RequestError(
                     where, f"token {place} is refused by this model", got=f"{token} ({self._refused[token]})"
                 )
-        if max_new is not None and (not isinstance(max_new, int) or max_new < 1):
+        if max_new is not None and (not isinstance(max_new, int) or isinstance(max_new, bool) or max_new < 1):
             raise RequestError("max_new", "not a number of tokens", got=repr(max_new), want="at least 1")
         if len(prompt) > most:
             raise CapacityError(
