@@ -6,11 +6,15 @@ Opening reads headers and small files only. Tensors are named as transformers na
 from __future__ import annotations
 
 import pathlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tlaloc_serve.errors import ExportError
 from tlaloc_serve.export.config import ModelConfig, read_config
 from tlaloc_serve.export.frontend import FrontendFiles, read_frontend
+from tlaloc_serve.export.gguf import GgufFile
+from tlaloc_serve.export.gguf_model import model_config, model_pieces, rope_divisors
+from tlaloc_serve.export.gguf_tokenizer import gguf_frontend
+from tlaloc_serve.export.hlo import round_f32
 from tlaloc_serve.export.jsonfile import read_json_object
 from tlaloc_serve.export.layout import EMBED, HEAD
 from tlaloc_serve.export.safetensors import read_checkpoint
@@ -63,7 +67,21 @@ def _open_folder(folder: pathlib.Path) -> Checkpoint:
 
 
 def _open_gguf(path: pathlib.Path) -> Checkpoint:
-    raise ExportError(str(path), "not supported yet")
+    where = str(path)
+    with GgufFile.open(path) as file:
+        config = read_config(model_config(file), where)
+        divisors = rope_divisors(file, config.head_dim)
+        if divisors is not None:
+            turned = tuple(round_f32(a / b) for a, b in zip(config.inverse_frequencies, divisors, strict=True))
+            config = replace(config, inverse_frequencies=turned)
+        return Checkpoint(
+            name=path.resolve().stem,
+            where=where,
+            source="GGUF",
+            config=config,
+            tensors=model_pieces(file),
+            frontend=gguf_frontend(file.metadata, where),
+        )
 
 
 def check_pieces(checkpoint: Checkpoint, names: list[str]) -> None:

@@ -12,6 +12,7 @@ import math
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 from tlaloc_serve.artifact.manifest import TensorType
 from tlaloc_serve.errors import ExportError
@@ -44,6 +45,7 @@ def round_f32(number: float) -> float:
         raise ExportError("constant", "a number does not fit in f32", got=number) from None
 
 
+@lru_cache(maxsize=4096)
 def f32_text(number: float) -> str:
     """The shortest decimal that reads back as the f32 nearest to `number`, in the syntax of an MLIR float literal."""
     value = round_f32(number)
@@ -57,6 +59,7 @@ def f32_text(number: float) -> str:
     return (mantissa if "." in mantissa else mantissa + ".0") + mark + exponent
 
 
+@lru_cache(maxsize=4096)
 def mlir_type(tensor: TensorType) -> str:
     """`tensor<2x8xf32>`; a scalar is `tensor<f32>`."""
     return "tensor<" + "".join(f"{dim}x" for dim in tensor.dims) + tensor.dtype + ">"

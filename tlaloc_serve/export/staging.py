@@ -8,8 +8,9 @@ with a copied tensor, one pass gives both.
 from __future__ import annotations
 
 import hashlib
-import math
 import os
+import pickle
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -43,7 +44,7 @@ class Piece:
 
     @property
     def row_bytes(self) -> int:
-        return self.byte_length // math.prod(self.dims[:-1])
+        return self.byte_length // self.dims[0]
 
 
 @dataclass(frozen=True)
@@ -151,3 +152,18 @@ def _write(path: str, target: int, chunk: floats.Bytes) -> int:
     except OSError as error:
         raise write_failure(path, error) from None
     return done
+
+
+def serve() -> None:
+    """The loop of a child of `Workers`: a pickled Job in, a pickled Staged out, or the (where, what) of its ExportError."""
+    while True:
+        try:
+            job = pickle.load(sys.stdin.buffer)
+        except EOFError:
+            return
+        try:
+            result: object = stage(job)
+        except ExportError as error:
+            result = (error.where, str(error)[len(error.where) + 2 :])
+        pickle.dump(result, sys.stdout.buffer)
+        sys.stdout.buffer.flush()

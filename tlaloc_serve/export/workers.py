@@ -14,13 +14,13 @@ import pickle
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 
 from tlaloc_serve.errors import ExportError
 from tlaloc_serve.export.staging import Job, Staged, stage
 
-_BOOT = "import sys; sys.path.insert(0, sys.argv[1]); from tlaloc_serve.export.workers import serve; serve()"
+_BOOT = "import sys; sys.path.insert(0, sys.argv[1]); from tlaloc_serve.export.staging import serve; serve()"
 _ROOT = str(pathlib.Path(__file__).resolve().parents[2])
 _WORTH_A_CHILD = 8 << 20  # bytes of output; below that a child takes longer to start than the work
 
@@ -34,6 +34,8 @@ class Workers:
         self._children: list[subprocess.Popen[bytes]] = []
         self._closed = False
         self._lock = threading.Lock()
+        self._pool = ThreadPoolExecutor(count)
+        self._small = False
 
     def __enter__(self) -> Workers:
         return self
@@ -42,33 +44,24 @@ class Workers:
         with self._lock:
             self._closed = True
             children = list(self._children)
+        self._pool.shutdown(wait=False, cancel_futures=True)
         for child in children:
-            child.kill()
+            child.kill()  # a thread that waits for it goes on
+        self._pool.shutdown(wait=True)
+        for child in children:
             child.wait()
             for pipe in (child.stdin, child.stdout):
                 if pipe is not None:
                     pipe.close()
 
-    def run(self, jobs: Sequence[Job]) -> Iterator[tuple[int, Staged]]:
-        """(index, result) of each job as it is done, large ones begun first. Raises the first ExportError."""
+    def submit(self, jobs: Sequence[Job]) -> dict[Future[Staged], int]:
+        """Begin the jobs, large ones first. Returns each one's future with the index of its job."""
         order = sorted(range(len(jobs)), key=lambda index: -jobs[index].type.byte_length)
-        if self._count < 2 or sum(job.type.byte_length for job in jobs) < _WORTH_A_CHILD:
-            for index in order:
-                yield index, stage(jobs[index])
-            return
-        pool = ThreadPoolExecutor(self._count)
-        try:
-            futures = {pool.submit(self._run, jobs[index]): index for index in order}
-            for future in as_completed(futures):
-                yield futures[future], future.result()
-        except BaseException:
-            self.__exit__()  # the threads wait for their children
-            raise
-        finally:
-            pool.shutdown(wait=True, cancel_futures=True)
+        self._small = sum(job.type.byte_length for job in jobs) < _WORTH_A_CHILD
+        return {self._pool.submit(self._run, jobs[index]): index for index in order}
 
     def _run(self, job: Job) -> Staged:
-        child = self._child()
+        child = None if self._small or self._count < 2 else self._child()
         if child is None:
             return stage(job)
         assert child.stdin is not None and child.stdout is not None
@@ -105,18 +98,3 @@ class Workers:
 def core_count() -> int:
     """The cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def serve() -> None:
-    """A child's loop: a pickled Job in, a pickled Staged out, or the (where, what) of its ExportError."""
-    while True:
-        try:
-            job = pickle.load(sys.stdin.buffer)
-        except EOFError:
-            return
-        try:
-            result: object = stage(job)
-        except ExportError as error:
-            result = (error.where, str(error)[len(error.where) + 2 :])
-        pickle.dump(result, sys.stdout.buffer)
-        sys.stdout.buffer.flush()

@@ -12,6 +12,7 @@ import os
 import pathlib
 import shutil
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, as_completed
 from dataclasses import asdict, dataclass
 
 from tlaloc_serve.artifact.manifest import (
@@ -141,17 +142,23 @@ def export_checkpoint(plan: Plan, out: str, progress: Progress | None = None) ->
     checkpoint, model = plan.checkpoint, plan.model
     check_destination(pathlib.Path(os.path.realpath(out)))
     _check_space(out, sum(weight.type.byte_length for weight in plan.weights))
-    with ArtifactWriter(out) as writer:
-        table = _write_weights(writer, plan, progress or (lambda done, total: None))
+    report = progress or (lambda done, total: None)
+    with ArtifactWriter(out) as writer, Workers(core_count()) as workers:
+        jobs = _jobs(writer, plan)
+        running = workers.submit(jobs)
+        types = [(weight.name, weight.type) for weight in plan.weights]
+        bodies = [
+            _write_body(
+                writer,
+                model,
+                point,
+                types,
+                lambda slots, point: llama_body(checkpoint.config, model.num_layers, model.block_size, slots, point),
+            )
+            for point in plan.points
+        ]
+        table = _weight_table(writer, plan, jobs, _collect(jobs, running, report))
         model_hash = _content_address(plan, table)
-        entries = write_entries(
-            writer,
-            model,
-            model_hash,
-            plan.points,
-            [(weight.name, weight.type) for weight in table],
-            lambda slots, point: llama_body(checkpoint.config, model.num_layers, model.block_size, slots, point),
-        )
         manifest = Manifest(
             schema=2,
             model_name=checkpoint.name,
@@ -161,7 +168,7 @@ def export_checkpoint(plan: Plan, out: str, progress: Progress | None = None) ->
             weights_format="staged",
             weights_path="weights",
             weights=table,
-            entries=entries,
+            entries=_write_programs(writer, model, model_hash, bodies),
             frontend=_write_frontend(writer, checkpoint),
             exporter=Exporter(EXPORTER_NAME, EXPORTER_VERSION, TARGET),
         )
@@ -179,34 +186,45 @@ def _check_space(out: str, needed: int) -> None:
                           want=f"{needed + _SPARE_BYTES}", todo="free some space or choose another --out")
 
 
-def _write_weights(writer: ArtifactWriter, plan: Plan, progress: Progress) -> tuple[Weight, ...]:
+def _jobs(writer: ArtifactWriter, plan: Plan) -> list[Job]:
     writer.make_folder("weights")
     tensors = plan.checkpoint.tensors
-    paths = [f"weights/{index:04d}_{weight.name}.bin" for index, weight in enumerate(plan.weights)]
-    jobs = [
-        Job(str(writer.folder / path), weight.type, tuple(tensors[part.tensor] for part in weight.parts))
-        for path, weight in zip(paths, plan.weights, strict=True)
+    return [
+        Job(
+            str(writer.folder / "weights" / f"{index:04d}_{weight.name}.bin"),
+            weight.type,
+            tuple(tensors[part.tensor] for part in weight.parts),
+        )
+        for index, weight in enumerate(plan.weights)
     ]
-    done, total = 0, sum(weight.type.byte_length for weight in plan.weights)
-    results: list[Staged | None] = [None] * len(jobs)
+
+
+def _collect(jobs: Sequence[Job], running: dict[Future[Staged], int], progress: Progress) -> dict[int, Staged]:
+    """The results of the jobs by index, with a report after each. Raises the first ExportError."""
+    results: dict[int, Staged] = {}
+    done, total = 0, sum(job.type.byte_length for job in jobs)
     progress(0, total)
-    with Workers(core_count()) as workers:
-        for index, staged in workers.run(jobs):
-            results[index] = staged
-            done += jobs[index].type.byte_length
-            progress(done, total)
-    return tuple(
-        Weight(weight.name, path, weight.type, weight.type.byte_length, staged.sha256, _sources(job, staged))
-        for weight, path, job, staged in zip(plan.weights, paths, jobs, results, strict=True)
-        if staged is not None
-    )
+    for future in as_completed(running):
+        index = running[future]
+        results[index] = future.result()
+        done += jobs[index].type.byte_length
+        progress(done, total)
+    return results
 
 
-def _sources(job: Job, staged: Staged) -> tuple[TensorSource, ...]:
-    return tuple(
-        TensorSource(os.path.basename(piece.path), piece.tensor, piece.offset, piece.byte_length, sha256)
-        for piece, sha256 in zip(job.pieces, staged.sources, strict=True)
-    )
+def _weight_table(
+    writer: ArtifactWriter, plan: Plan, jobs: Sequence[Job], results: dict[int, Staged]
+) -> tuple[Weight, ...]:
+    table = []
+    for index, (planned, job) in enumerate(zip(plan.weights, jobs, strict=True)):
+        sources = tuple(
+            TensorSource(os.path.basename(piece.path), piece.tensor, piece.offset, piece.byte_length, sha256)
+            for piece, sha256 in zip(job.pieces, results[index].sources, strict=True)
+        )
+        path = str(pathlib.PurePath(job.path).relative_to(writer.folder))
+        size = planned.type.byte_length
+        table.append(Weight(planned.name, path, planned.type, size, results[index].sha256, sources))
+    return tuple(table)
 
 
 def _content_address(plan: Plan, table: Sequence[Weight]) -> str:
@@ -230,19 +248,29 @@ def _write_frontend(writer: ArtifactWriter, checkpoint: Checkpoint) -> Frontend:
     )
 
 
-def write_entries(
-    writer: ArtifactWriter,
-    model: Model,
-    model_hash: str,
-    points: Sequence[Point],
-    weights: Sequence[tuple[str, TensorType]],
-    graph: Graph,
+@dataclass(frozen=True)
+class _Body:
+    """A body that is written: its ladder point, its boundary and the hash of its bytes."""
+
+    point: Point
+    slots: Boundary
+    sha256: str
+
+
+def _write_body(
+    writer: ArtifactWriter, model: Model, point: Point, weights: Sequence[tuple[str, TensorType]], graph: Graph
+) -> _Body:
+    slots = boundary(model, point, weights)
+    return _Body(point, slots, writer.write_body(graph(slots, point)))
+
+
+def _write_programs(
+    writer: ArtifactWriter, model: Model, model_hash: str, bodies: Sequence[_Body]
 ) -> tuple[Entry, ...]:
-    """Write the body and the program file of every point. Returns the manifest's entries, in the same order."""
+    """Write the program file of every body. Returns the manifest's entries, in the same order."""
     entries = []
-    for point in points:
-        slots = boundary(model, point, weights)
-        entry = make_entry(model, model_hash, point, slots, writer.write_body(graph(slots, point)))
+    for body in bodies:
+        entry = make_entry(model, model_hash, body.point, body.slots, body.sha256)
         writer.write(entry.program_path, json.dumps(program_json(entry), separators=(",", ":")).encode("ascii"))
         entries.append(entry)
     return tuple(entries)
@@ -252,7 +280,7 @@ def export_reference(out: str) -> Manifest:
     """Write the reference decode graph to the directory `out`. Raises ExportError."""
     with ArtifactWriter(out) as writer:
         points = ladder_points(reference.LADDER, None, prefill=False)
-        entries = write_entries(writer, reference.MODEL, reference.HASH, points, (), reference.reference_body)
+        bodies = [_write_body(writer, reference.MODEL, point, (), reference.reference_body) for point in points]
         manifest = Manifest(
             schema=2,
             model_name=reference.NAME,
@@ -262,7 +290,7 @@ def export_reference(out: str) -> Manifest:
             weights_format="embedded",
             weights_path=None,
             weights=(),
-            entries=entries,
+            entries=_write_programs(writer, reference.MODEL, reference.HASH, bodies),
             exporter=Exporter(EXPORTER_NAME, EXPORTER_VERSION, TARGET),
         )
         writer.commit(manifest)
