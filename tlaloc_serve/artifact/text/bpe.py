@@ -213,7 +213,7 @@ def _read_merges(component: Component, vocab: dict[str, int], factor: int) -> tu
     merges: list[Any] | None = component.fields.get("merges")
     if not isinstance(merges, list):
         raise component.refuse("field 'merges'", got=type(merges).__name__, want="a list")
-    want: type = list
+    want: type[str] | type[list[Any]] = list
     if merges and isinstance(merges[0], str):
         want = str
         merges = [merge for merge in merges if not (isinstance(merge, str) and merge.startswith("#version"))]
@@ -223,7 +223,7 @@ def _read_merges(component: Component, vocab: dict[str, int], factor: int) -> tu
         try:
             if type(merge) is not want:
                 raise TypeError
-            left, right = merge.split(" ") if isinstance(merge, str) else merge
+            left, right = _parts(merge)
             ranks[vocab[left] * factor + vocab[right]] = rank
             products.append(vocab[left + right])
         except (KeyError, TypeError, ValueError):
@@ -233,8 +233,12 @@ def _read_merges(component: Component, vocab: dict[str, int], factor: int) -> tu
     return ranks, products
 
 
+def _parts(merge: Any) -> list[str]:
+    return merge.split(" ") if isinstance(merge, str) else merge
+
+
 def _bad_merge(component: Component, rank: int, merge: object, vocab: dict[str, int]) -> TokenizerError:
-    parts = merge.split(" ") if isinstance(merge, str) else merge
+    parts: object = _parts(merge)
     if isinstance(parts, list) and len(parts) == 2 and all(isinstance(part, str) for part in parts):
         missing = [token for token in (*parts, "".join(parts)) if token not in vocab]
         if missing:
