@@ -36,7 +36,9 @@ def check_destination(path: pathlib.Path) -> None:
         raise ExportError(str(path), f"is there already and is no artifact: no readable {MANIFEST_NAME}", todo=todo)
     foreign = [name for name in names if not _OWN_NAMES.fullmatch(name)]
     if foreign:
-        raise ExportError(str(path), "an artifact, but it also holds what an export would delete", got=foreign[0], todo=todo)
+        raise ExportError(
+            str(path), "an artifact, but it also holds what an export would delete", got=foreign[0], todo=todo
+        )
 
 
 def _is_artifact(path: pathlib.Path) -> bool:

@@ -18,8 +18,8 @@ from tlaloc_serve.export.rope import inverse_frequencies, read_rope
 _FAMILY_DEFAULTS: dict[str, dict[str, Any]] = {
     "llama": {"max_position_embeddings": 2048, "attention_bias": False, "mlp_bias": False},
     "mistral": {"max_position_embeddings": 131072, "num_key_value_heads": 8, "sliding_window": 4096},
-    "qwen2": {"max_position_embeddings": 32768, "num_key_value_heads": 32, "sliding_window": 4096, "attention_bias": True,
-              "use_sliding_window": False, "max_window_layers": 28},
+    "qwen2": {"max_position_embeddings": 32768, "num_key_value_heads": 32, "sliding_window": 4096,
+              "attention_bias": True, "use_sliding_window": False, "max_window_layers": 28},
     "qwen3": {"max_position_embeddings": 32768, "num_key_value_heads": 32, "sliding_window": 4096, "head_dim": 128,
               "attention_bias": False, "use_sliding_window": False, "max_window_layers": 28},
 }  # fmt: skip
@@ -41,13 +41,13 @@ _HARMLESS = {
     "torch_dtype", "dtype", "transformers_version", "use_cache", "initializer_range", "attention_dropout",
     "is_llama_config", "transformers.js_config", "auto_map", "name_or_path", "max_length", "min_length", "do_sample",
     "temperature", "top_k", "top_p", "typical_p", "num_beams", "num_return_sequences", "repetition_penalty",
-    "length_penalty", "early_stopping", "diversity_penalty", "num_beam_groups", "id2label", "label2id", "chunk_size_feed_forward",
-    "output_attentions", "output_hidden_states", "return_dict", "return_dict_in_generate", "output_scores",
-    "problem_type", "task_specific_params", "tokenizer_class", "prefix", "finetuning_task", "torchscript",
-    "gradient_checkpointing", "attn_implementation", "rope_interleaved", "max_window_layers", "use_sliding_window",
-    "unsloth_version", "unsloth_fixed", "model_max_length", "vocab_size_multiple", "pad_token", "bos_token", "eos_token",
-    "keys_to_ignore_at_inference", "cross_attention_hidden_size", "encoder_no_repeat_ngram_size", "no_repeat_ngram_size",
-    "remove_invalid_values", "tf_legacy_loss", "use_bfloat16",
+    "length_penalty", "early_stopping", "diversity_penalty", "num_beam_groups", "id2label", "label2id",
+    "chunk_size_feed_forward", "output_attentions", "output_hidden_states", "return_dict", "return_dict_in_generate",
+    "output_scores", "problem_type", "task_specific_params", "tokenizer_class", "prefix", "finetuning_task",
+    "torchscript", "gradient_checkpointing", "attn_implementation", "rope_interleaved", "max_window_layers",
+    "use_sliding_window", "unsloth_version", "unsloth_fixed", "model_max_length", "vocab_size_multiple", "pad_token",
+    "bos_token", "eos_token", "keys_to_ignore_at_inference", "cross_attention_hidden_size",
+    "encoder_no_repeat_ngram_size", "no_repeat_ngram_size", "remove_invalid_values", "tf_legacy_loss", "use_bfloat16",
 }  # fmt: skip
 _HARMLESS_ENDS = ("_token_id", "_token_ids", "_dropout", "_pdrop")
 
@@ -183,8 +183,9 @@ def _refuse_unknown(reader: _Reader, family: str) -> None:
                               got=shown, todo="remove the key if it changes nothing")
     if reader.config.get("rope_interleaved") not in (None, False):
         raise reader.refuse("rope_interleaved", "interleaved rotary embedding is not supported", got=True, want=False)
-    if family == "llama" and reader.config.get("sliding_window") is not None:
-        raise reader.refuse("sliding_window", "not supported for llama", got=reader.config["sliding_window"], want="null")
+    window = reader.config.get("sliding_window")
+    if family == "llama" and window is not None:
+        raise reader.refuse("sliding_window", "not supported for llama", got=window, want="null")
     activation = reader.config.get("hidden_act", "silu")
     if activation not in ("silu", "swish"):
         raise reader.refuse("hidden_act", "activation not supported", got=repr(activation), want="silu")

@@ -57,7 +57,8 @@ def ladder_points(ladder: Ladder, prefill_chunk: int | None, *, prefill: bool = 
     rungs = [(batch, context) for batch in ladder.batch for context in ladder.context]
     points = [Point(Kind.DECODE, batch, context, 1) for batch, context in rungs]
     if prefill:
-        points += [Point(Kind.PREFILL, batch, context, min(prefill_chunk or context, context)) for batch, context in rungs]
+        chunk = prefill_chunk or ladder.max_context
+        points += [Point(Kind.PREFILL, batch, context, min(chunk, context)) for batch, context in rungs]
     return tuple(points)
 
 
@@ -88,10 +89,10 @@ def open_body(slots: Boundary) -> tuple[Body, Arguments]:
     aliases = dict(slots.donation_pairs)
     values = [body.parameter(slot.type, aliases.get(index)) for index, slot in enumerate(slots.inputs)]
     by_role: dict[str, list[Value]] = {}
-    for slot, value in zip(slots.inputs, values):
+    for slot, value in zip(slots.inputs, values, strict=True):
         by_role.setdefault(slot.role, []).append(value)
     pools = by_role[Role.KV_POOL_IN]
-    weights = {slot.name: value for slot, value in zip(slots.inputs, values) if slot.role == Role.WEIGHT}
+    weights = {slot.name: value for slot, value in zip(slots.inputs, values, strict=True) if slot.role == Role.WEIGHT}
     return body, Arguments(
         token_ids=by_role[Role.TOKEN_IDS][0],
         positions=by_role[Role.POSITIONS][0],

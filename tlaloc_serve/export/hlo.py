@@ -230,7 +230,7 @@ class Body:
         (f32, bf16) give f32.
         """
         over_a, over_b = a.dims[contract[0]], b.dims[contract[1]]
-        pairs = list(zip(*batch))
+        pairs = list(zip(*batch, strict=True))
         if a.dtype != b.dtype or over_a != over_b or any(a.dims[i] != b.dims[j] for i, j in pairs):
             raise self._refuse("dot_general", f"axes {contract} and {batch} do not match", a, b)
         rest_a = [dim for axis, dim in enumerate(a.dims) if axis != contract[0] and axis not in batch[0]]

@@ -18,7 +18,7 @@ from tlaloc_serve.export.config import ModelConfig
 
 EMBED, HEAD, FINAL_NORM = "model.embed_tokens.weight", "lm_head.weight", "model.norm.weight"
 # Buffers that old checkpoints carry: the inverse frequencies, which the config determines, and mask caches.
-_BUFFERS = re.compile(r"model\.layers\.\d+\.self_attn\.(rotary_emb\.inv_freq|masked_bias|bias)|model\.rotary_emb\.inv_freq")
+_BUFFERS = re.compile(r"model\.(layers\.\d+\.self_attn\.(rotary_emb\.inv_freq|masked_bias|bias)|rotary_emb\.inv_freq)")
 _LAYER = re.compile(r"model\.layers\.(\d+)\.")
 
 

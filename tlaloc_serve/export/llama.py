@@ -54,7 +54,8 @@ def llama_body(config: ModelConfig, layers: int, block_size: int, slots: Boundar
         hidden = body.binary("add", hidden, _linear(body, mixed, given, f"oProj{layer}", f"oBias{layer}"))
         normed = _norm(body, hidden, given.weights[f"postAttnNorm{layer}"], config.rms_norm_eps)
         hidden = body.binary("add", hidden, _mlp(body, config, layer, normed, given))
-    last = body.slice(body.reshape(hidden, point.batch, point.tokens, config.hidden_size), 1, point.tokens - 1, point.tokens)
+    by_sequence = body.reshape(hidden, point.batch, point.tokens, config.hidden_size)
+    last = body.slice(by_sequence, 1, point.tokens - 1, point.tokens)
     last = body.reshape(last, point.batch, config.hidden_size)
     last = _norm(body, last, given.weights["finalNorm"], config.rms_norm_eps)
     head = "lmHead" if "lmHead" in given.weights else "embedTokens"
@@ -73,7 +74,7 @@ def _prepare(
     turn = body.constant(config.inverse_frequencies, TensorType("f32", (half,)))
     angles = body.binary("multiply", body.broadcast(position, angle.dims, [0]), body.broadcast(turn, angle.dims, [1]))
     masks = {}
-    for window in sorted({w for w in config.windows[:layers]}, key=lambda w: w or 0):
+    for window in sorted(set(config.windows[:layers]), key=lambda window: window or 0):
         if point.kind == Kind.DECODE:
             masks[window] = decode_mask(body, given.seq_lens, point.context, heads.query, window)
         else:

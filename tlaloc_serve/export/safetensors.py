@@ -90,7 +90,8 @@ def _tensor(where: str, name: str, record: Any, base: int, size: int) -> Tensor:
         raise ExportError(place, "data_offsets past the end of the file", got=end, want=f"at most {size - base}",
                           todo="the file is cut short or damaged: fetch it again")
     if end - begin != want:
-        raise ExportError(place, f"data_offsets are not the size of {dtype}{dims}", got=f"{end - begin} bytes", want=want)
+        what = f"data_offsets are not the size of {dtype}{dims}"
+        raise ExportError(place, what, got=f"{end - begin} bytes", want=want)
     return Tensor(name, dtype, tuple(dims), where, base + begin, want)
 
 
@@ -103,7 +104,8 @@ def _check_cover(where: str, tensors: Mapping[str, Tensor], base: int, size: int
     for tensor in sorted(tensors.values(), key=lambda tensor: (tensor.offset, tensor.byte_length)):
         if tensor.offset != at:
             what = "overlaps the tensor before it" if tensor.offset < at else "leaves a hole before it"
-            raise ExportError(f"{where}: {tensor.name}", f"data_offsets: {what}", got=tensor.offset - base, want=at - base)
+            got, want = tensor.offset - base, at - base
+            raise ExportError(f"{where}: {tensor.name}", f"data_offsets: {what}", got=got, want=want)
         at += tensor.byte_length
     if at != size:
         raise ExportError(where, "bytes after the last tensor", got=size - base, want=at - base)

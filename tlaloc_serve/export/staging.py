@@ -155,7 +155,7 @@ def _write(path: str, target: int, chunk: floats.Bytes) -> int:
 
 
 def serve() -> None:
-    """The loop of a child of `Workers`: a pickled Job in, a pickled Staged out, or the (where, what) of its ExportError."""
+    """The loop of a child of `Workers`: a pickled Job in; a pickled Staged out, or (where, what) of an ExportError."""
     while True:
         try:
             job = pickle.load(sys.stdin.buffer)

@@ -70,7 +70,8 @@ class Workers:
             child.stdin.flush()
             result = pickle.load(child.stdout)
         except (OSError, EOFError, ValueError, pickle.UnpicklingError):
-            raise ExportError(job.path, "the process that wrote this weight ended", got=f"status {child.poll()}") from None
+            what = "the process that wrote this weight ended"
+            raise ExportError(job.path, what, got=f"status {child.poll()}") from None
         if isinstance(result, Staged):
             return result
         raise ExportError(*result)
