@@ -81,9 +81,25 @@ class Tokenizer:
         special tokens inside `text` become those tokens; without it they are text like any other. Added tokens that
         are not special are always looked for. Raises TokenizerError for a lone surrogate.
         """
-        _check_surrogates(text)
+        return self.encode_parts([(text, parse_special)], add_special=add_special)
+
+    def encode_parts(self, parts: Iterable[tuple[str, bool]], *, add_special: bool = True) -> list[int]:
+        """Ids of the joined texts of `parts`, each with its own `parse_special`.
+
+        The ids are those of the one joined text, except that special tokens are found only where a part allows
+        them: a chat's markup counts, and the same characters in a user's message stay text.
+        """
+        whole = ""
+        trusted: list[tuple[int, int]] = []
+        for text, parse_special in parts:
+            start, whole = len(whole), whole + text
+            if parse_special and trusted and trusted[-1][1] == start:
+                start = trusted.pop()[0]
+            if parse_special:
+                trusted.append((start, len(whole)))
+        _check_surrogates(whole)
         ids: list[int] = []
-        for part in self._added.split(text, parse_special):
+        for part in self._added.split(whole, trusted):
             if isinstance(part, int):
                 ids.append(part)
             else:

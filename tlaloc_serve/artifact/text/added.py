@@ -3,19 +3,23 @@
 Rules: tokens with `normalized` false are cut out of the raw text first; what lies between is normalized, and the others
 are cut out of that. The longest token at the leftmost place wins. `lstrip` and `rstrip` take the white space at their
 side with them; `single_word` wants no word character next to the token. A match that is then turned down (a special
-token where special texts are to stay text, or part of a word) still uses up its text, as it does in the `tokenizers`
-package, whose `encode_special_tokens` is the opposite of `parse_special` here.
+token outside trusted text, or part of a word) still uses up its text, as it does in the `tokenizers` package, whose
+`encode_special_tokens` trusts nothing. Only a match that runs into trusted text gives up what lies there.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from tlaloc_serve.artifact.text.classes import SPACES, word_pattern
 from tlaloc_serve.artifact.text.component import Component, components
 from tlaloc_serve.artifact.text.normalize import Normalizer
+
+# Start and end of a stretch of text in which special tokens count; several are in order, with text between them.
+Span = tuple[int, int]
 
 
 @dataclass(frozen=True)
@@ -62,29 +66,38 @@ class AddedTokens:
         self._raw = _finder([token for token in self.by_id.values() if not token.normalized])
         self._normal = _finder([token for token in self.by_id.values() if token.normalized])
 
-    def split(self, text: str, parse_special: bool) -> Iterator[int | tuple[str, bool]]:
-        """Ids of added tokens, and the normalized texts between them with whether the whole text begins there."""
-        for part in self._cut(text, self._raw, True, parse_special):
+    def split(self, text: str, trusted: Sequence[Span]) -> Iterator[int | tuple[str, bool]]:
+        """Ids of added tokens, and the normalized texts between them with whether the whole text begins there.
+
+        Special tokens are found inside the `trusted` spans only; those that match normalized text, where places have
+        moved, only if all of `text` is one such span.
+        """
+        all_trusted = list(trusted) == [(0, len(text))]
+        for part in self._cut(text, self._raw, True, trusted):
             if isinstance(part, int):
                 yield part
             else:
-                yield from self._cut(self._normalizer.apply(part[0]), self._normal, part[1], parse_special)
+                normal = self._normalizer.apply(part[0])
+                yield from self._cut(normal, self._normal, part[1], [(0, len(normal))] if all_trusted else [])
 
     def _cut(
-        self, text: str, finder: _Finder | None, at_start: bool, parse_special: bool
+        self, text: str, finder: _Finder | None, at_start: bool, trusted: Sequence[Span]
     ) -> Iterator[int | tuple[str, bool]]:
         """`split` for one kind of token. Gives no empty texts."""
         if not text:
             return
-        if finder is None or not (parse_special or finder.has_plain):
+        if finder is None or not (trusted or finder.has_plain):
             yield text, at_start
             return
-        end = 0
-        for match in finder.pattern.finditer(text):
+        end = place = 0
+        while match := finder.pattern.search(text, place):
             token = finder.tokens[match.group()]
-            start, stop = match.span()
-            if not parse_special and token.content in self.special_contents:
-                continue
+            start, place = match.span()
+            if token.content in self.special_contents:
+                inside, place = _in_one_span(trusted, start, place)
+                if not inside:
+                    continue
+            stop = place
             if token.single_word and _touches_word(text, start, stop):
                 continue
             if token.lstrip:
@@ -99,6 +112,14 @@ class AddedTokens:
             end = stop
         if end < len(text):
             yield text[end:], at_start and end == 0
+
+
+def _in_one_span(spans: Sequence[Span], start: int, stop: int) -> tuple[bool, int]:
+    """Whether a match lies inside one span, and where the search goes on."""
+    after = bisect_right(spans, start, key=lambda span: span[0])
+    if after and stop <= spans[after - 1][1]:
+        return True, stop
+    return False, min(stop, spans[after][0]) if after < len(spans) else stop
 
 
 @dataclass(frozen=True)
