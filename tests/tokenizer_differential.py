@@ -4,11 +4,13 @@ Two steps, so that the second runs on a bare interpreter of any version:
 
     ORACLE_PYTHON tests/tokenizer_differential.py ask --out DIR [--count 20000] [--seed 1] FILE...
     python3 tests/tokenizer_differential.py check DIR
+    ORACLE_PYTHON tests/tokenizer_differential.py golden --out FILE BYTE_LEVEL_FILE BYTE_FALLBACK_FILE
 
 `ask` needs the `tokenizers` package. For each tokenizer.json, and for variants of it that set flags and components the
 file itself does not use, it writes DIR/NAME.jsonl: the file, then one case a line with the package's answer. `check`
 answers the same cases with `tlaloc_serve` and prints what differs; exit status 1 if anything does. Texts with code
 points that the checking interpreter's Unicode database does not know are counted apart where a class decides the cuts.
+`golden` writes the package's answers over the variants of two files cut down to a few merges, for the host tests.
 """
 
 from __future__ import annotations
@@ -194,6 +196,52 @@ def _byte_level_pretokenizers() -> Iterator[tuple[str, dict[str, Any]]]:
         yield f"digits-{single}", {"type": "Sequence", "pretokenizers": [digits, whole]}
 
 
+GOLDEN_TEXTS = [
+    "", " ", "Hello, world!", "  the  in in  inn", "I'll DON'T it's 'S '\u017f", "x1234567 12 \u0663\u00bd",
+    "\n\n \n\tx\r\n ", "a\u0301 e\u0301 \u212b \u1e9b\u0323", "\u4e16\u754c \u754c", "<a> <a>b<a>", "Zq Zqs  Zq ",
+    "\U0001f600\U0001f469\u200d\U0001f4bb", "<s>x</s> <unk>", "\u2581x\u2581\u2581 y", "[X Y] [X Y]", "tail  ",
+    "HTTPServer fooBar", "\x1c\x1f\x85\u00a0\u3000x", "<0x41>", "e e ee \u00e9\u00e9", "a\u0898\u0301b",
+    "\U00011935\U00011930", "<|endoftext|> in<|im_end|>",
+]
+
+
+def golden(out: pathlib.Path, files: list[str]) -> None:
+    """Write small tokenizers and the package's answers over `GOLDEN_TEXTS`."""
+    import tokenizers
+
+    models: dict[str, Any] = {}
+    cases: list[dict[str, Any]] = []
+    for file in files:
+        for name, spec in variants(_cut_down(json.loads(pathlib.Path(file).read_text(encoding="utf-8")))):
+            oracle = tokenizers.Tokenizer.from_str(json.dumps(spec))
+            model = json.dumps(spec["model"], sort_keys=True)
+            key = next((known for known, value in models.items() if value == model), f"model{len(models)}")
+            models[key] = model
+            answers = [_encode_case(oracle, text) for text in GOLDEN_TEXTS]
+            for answer in answers:
+                answer.pop("pieces", None)
+            rest = {field: value for field, value in spec.items() if field != "model"}
+            cases.append({"name": name, "model": key, "file": rest, "answers": answers})
+    parsed = {key: json.loads(value) for key, value in models.items()}
+    lines = ",\n".join(json.dumps(case, sort_keys=True) for case in cases)
+    out.write_text(f'{{"models": {json.dumps(parsed, sort_keys=True)},\n"cases": [\n{lines}\n]}}\n', encoding="ascii")
+
+
+def _cut_down(spec: dict[str, Any]) -> dict[str, Any]:
+    """The same tokenizer with its alphabet, its byte tokens and its first few merges only."""
+    model = spec["model"]
+    model["merges"] = model["merges"][:60]
+    made = ["".join(_pair(pair)) for pair in model["merges"]]
+    keep = [token for token in model["vocab"] if len(token) == 1 or token.startswith("<")]
+    keep += [token for token in made if token not in keep]
+    model["vocab"] = {token: index for index, token in enumerate(keep)}
+    fresh = len(keep)
+    for token in spec["added_tokens"]:
+        token["id"] = model["vocab"].get(token["content"], fresh)
+        fresh += token["id"] == fresh
+    return spec
+
+
 def ask(files: list[str], out: pathlib.Path, count: int, seed: int) -> None:
     """Write the package's answers."""
     import tokenizers
@@ -322,7 +370,13 @@ def main() -> int:
     checking = commands.add_parser("check", help="compare tlaloc_serve with the answers")
     checking.add_argument("folder", type=pathlib.Path)
     checking.add_argument("--show", type=int, default=5, help="differences to print for each file")
+    writing = commands.add_parser("golden", help="write the small golden file of the host tests")
+    writing.add_argument("files", nargs=2, metavar="FILE")
+    writing.add_argument("--out", required=True, type=pathlib.Path)
     options = parser.parse_args()
+    if options.command == "golden":
+        golden(options.out, options.files)
+        return 0
     if options.command == "ask":
         ask(options.files, options.out, options.count, options.seed)
         return 0
