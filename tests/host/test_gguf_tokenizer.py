@@ -139,7 +139,7 @@ class Refusals(unittest.TestCase):
         self.refuse(bytes_metadata(merges=None), "merges: missing key")
         values = bytes_metadata()
         values[PREFIX + "token_type"] = Typed(5, [CONTROL])
-        self.refuse(values, f"token_type: not one a token, want {len(tokens)} numbers")
+        self.refuse(values, f"token_type: not a number a token, want {len(tokens)} numbers")
 
     def test_ids_and_flags(self) -> None:
         size = len(bytes_metadata()[PREFIX + "tokens"])
@@ -155,8 +155,12 @@ class Refusals(unittest.TestCase):
         at = tokens.index("\u2581t")
         tied = [*scores[: at + 1], scores[at], *scores[at + 2 :]]
         self.refuse(pieces_metadata(scores=Typed(F32, tied)), "scores: two tokens have one score")
-        self.refuse(pieces_metadata(scores=Typed(F32, scores[:-1])), "scores: not one a token")
+        self.refuse(pieces_metadata(scores=Typed(F32, scores[:-1])), "scores: not a number a token")
+        self.refuse(pieces_metadata(scores=Typed(F32, [float("nan"), *scores[1:]])), "scores: not a number a token")
+        self.refuse(pieces_metadata(scores=["x"] * len(scores)), "scores: not a number a token")
         self.refuse(pieces_metadata(scores=None), "scores: missing key")
+        longer = ["a" * 257 if token == "ab" else token for token in tokens]
+        self.refuse(pieces_metadata(tokens=longer), f"tokens: token {tokens.index('ab')} is too long, got 257")
         renamed = ["<0x0a>" if token == "<0x0A>" else token for token in tokens]
         self.refuse(pieces_metadata(tokens=renamed), "tokens: a byte has no token, got no <0x0A>")
 

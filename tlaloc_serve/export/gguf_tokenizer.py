@@ -17,8 +17,9 @@ Mistral's own tokenizer does (llama.cpp: in ASCII only).
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
+from math import isfinite
 from typing import Any
 
 from tlaloc_serve.errors import ExportError
@@ -26,6 +27,7 @@ from tlaloc_serve.export.frontend import DEFAULT_PROMPT, FrontendFiles, spells
 
 PREFIX = "tokenizer.ggml."
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = range(1, 7)  # token types
+LONGEST_PIECE = 256  # characters; every way to cut a piece in two is tried
 _MARK = "\u2581"  # what SentencePiece writes for a space
 
 _TAIL = r"|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -107,9 +109,15 @@ class _Vocabulary:
         types = self.get("token_type")
         if types is None:
             types = [_NORMAL] * len(self.tokens)
-        if isinstance(types, (str, bool, int, float)) or len(types) != len(self.tokens):
-            raise self.refuse("token_type", "not one a token", want=f"{len(self.tokens)} numbers")
-        return [_CONTROL if token in _ENDS else int(kind) for token, kind in zip(self.tokens, types, strict=True)]
+        kinds = self.numbers("token_type", types)
+        return [_CONTROL if token in _ENDS else int(kind) for token, kind in zip(self.tokens, kinds, strict=True)]
+
+    def numbers(self, key: str, values: Any) -> list[float]:
+        """A finite number for each token."""
+        numbers = [] if isinstance(values, (str, bool, int, float)) else list(values)
+        if len(numbers) != len(self.tokens) or not all(type(x) in (int, float) and isfinite(x) for x in numbers):
+            raise self.refuse(key, "not a number a token", want=f"{len(self.tokens)} numbers")
+        return numbers
 
     def flag(self, key: str, otherwise: bool) -> bool:
         value = self.get(key)
@@ -262,6 +270,8 @@ def _spm_merges(vocabulary: _Vocabulary) -> list[tuple[str, str]]:
     merges: list[tuple[float, int, str, str]] = []
     owner: dict[float, str] = {}
     for index, token in enumerate(vocabulary.tokens):
+        if len(token) > LONGEST_PIECE:
+            raise vocabulary.refuse("tokens", f"token {index} is too long", got=len(token), want=f"<= {LONGEST_PIECE}")
         splits = [(token[:at], token[at:]) for at in range(1, len(token))]
         pairs = [pair for pair in splits if pair[0] in vocabulary.ids and pair[1] in vocabulary.ids]
         if pairs and owner.setdefault(scores[index], token) != token:
@@ -271,15 +281,14 @@ def _spm_merges(vocabulary: _Vocabulary) -> list[tuple[str, str]]:
     return [(left, right) for _, _, left, right in sorted(merges)]
 
 
-def _scores(vocabulary: _Vocabulary) -> Sequence[float]:
+def _scores(vocabulary: _Vocabulary) -> list[float]:
     scores = vocabulary.get("scores")
-    if scores is None or isinstance(scores, (str, bool, int, float)) or len(scores) != len(vocabulary.tokens):
-        raise vocabulary.refuse("scores", "missing key" if scores is None else "not one a token",
-                                want=f"{len(vocabulary.tokens)} numbers")
+    if scores is None:
+        raise vocabulary.refuse("scores", "missing key")
     missing = [f"<0x{byte:02X}>" for byte in range(256) if f"<0x{byte:02X}>" not in vocabulary.ids]
     if missing:
         raise vocabulary.refuse("tokens", "a byte has no token", got=f"no {missing[0]}")
-    return list(scores)
+    return vocabulary.numbers("scores", scores)
 
 
 def _spm_normalizer(vocabulary: _Vocabulary) -> dict[str, Any]:
