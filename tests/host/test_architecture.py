@@ -23,8 +23,8 @@ ROOMS = {
     "__main__": {"app"},
 }
 # In `engine`, a module imports only what stands before it; those before `runner` know no device.
-ENGINE_ORDER = ("pages", "sampling", "scheduler", "argmax", "inputs", "runner", "generate")
-WITHOUT_DEVICES = {"pages", "sampling", "scheduler", "argmax"}
+ENGINE_ORDER = ("pages", "sampling", "scheduler", "selection", "inputs", "logits", "runner", "generate")
+WITHOUT_DEVICES = {"pages", "sampling", "scheduler", "selection"}
 TOP_LEVEL = {"tlaloc_serve", "serve.py", "tests", "pyproject.toml", "README.md", "examples", "LICENSE"}
 
 

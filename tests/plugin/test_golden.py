@@ -110,7 +110,7 @@ def _all_logits(engine: Engine, prompt: list[int]) -> list[array.array[float]]:
     while (batch := scheduler.next_batch()) is not None:
         result = runner.step(batch, pick_all=True, keep_logits=True)
         assert result.logits is not None
-        rows.append(array.array("f", result.logits[0]))
+        rows.append(result.logits[0])
         scheduler.advance(batch, result.picks, frozenset())
     return rows
 

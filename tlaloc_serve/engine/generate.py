@@ -16,6 +16,7 @@ from types import TracebackType
 
 from tlaloc_serve.artifact.store import Artifact
 from tlaloc_serve.engine.runner import Runner
+from tlaloc_serve.engine.sampling import Sampler, SamplingParams
 from tlaloc_serve.engine.scheduler import Batch, Reason, Scheduler, Sequence
 from tlaloc_serve.errors import RequestError
 from tlaloc_serve.pjrt.client import Client
@@ -78,6 +79,7 @@ class RunReport:
 
     prompts: tuple[tuple[int, ...], ...] = ()
     max_new: tuple[int, ...] = ()
+    seeds: tuple[int | None, ...] = ()
     steps: list[Step] = field(default_factory=list)
     finished: dict[int, Finished] = field(default_factory=dict)
     compiles: int = 0
@@ -107,6 +109,7 @@ class Engine:
         self.report = RunReport()
         self._scheduler = Scheduler(artifact.manifest)
         self._cancelled = threading.Event()
+        self._stopped: set[int] = set()
         with resources or contextlib.ExitStack() as stack:
             self._runner = stack.enter_context(contextlib.closing(Runner(artifact, client)))
             self._resources = stack.pop_all()
@@ -137,30 +140,57 @@ class Engine:
         prompts: Iterable[Seq[int]],
         max_new: int | None = None,
         *,
+        sampling: SamplingParams | Seq[SamplingParams] | None = None,
         eos_ids: Collection[int] | None = None,
         pick_all: bool = False,
     ) -> Iterator[Event]:
-        """Decode greedily; yields `Staged`, `Step`, `Token` and `Finished` events as they happen.
+        """Decode; yields `Staged`, `Step`, `Token` and `Finished` events as they happen.
 
         `prompts` are lists of token ids; together they run as one batch where the ladder holds them, else in turns.
-        `max_new` counts new tokens a prompt; None means 16, or what the largest context leaves. `eos_ids` None means
-        the artifact's own. `pick_all` computes the argmax inside prompts too, for `Step` rows.
+        `max_new` counts new tokens a prompt; None means 16, or what the largest context leaves. `sampling` is greedy by
+        default; one for all prompts, or one each; a seed of None is drawn now and told in the report. `eos_ids` None
+        means the artifact's own. `pick_all` computes the argmax inside prompts too, for `Step` rows.
 
         The request is checked before the first event: RequestError and CapacityError are raised by this call itself.
         While iterating: PjrtError from the plugin, EngineBroken once the pools are lost. An iterator that is closed
         early frees its sequences.
         """
         eos = frozenset(self.artifact.manifest.frontend.eos_token_ids if eos_ids is None else eos_ids)
-        return self._run(self._scheduler.check(prompts, max_new), eos, pick_all)
+        sequences = self._scheduler.check(prompts, max_new)
+        samplers = self._samplers(sequences, sampling or SamplingParams())
+        return self._run(sequences, samplers, eos, pick_all)
 
-    def _run(self, sequences: list[Sequence], eos: frozenset[int], pick_all: bool) -> Iterator[Event]:
+    def _samplers(self, sequences: list[Sequence], sampling: SamplingParams | Seq[SamplingParams]) -> list[Sampler]:
+        each = [sampling] * len(sequences) if isinstance(sampling, SamplingParams) else list(sampling)
+        if len(each) != len(sequences):
+            raise RequestError("sampling", "number of parameters", got=len(each), want=f"one, or {len(sequences)}")
+        vocab = self.artifact.manifest.model.vocab_size
+        for params in each:
+            outside = [token for token in params.logit_bias if token >= vocab]
+            if outside:
+                raise RequestError("logit_bias", "outside the vocabulary", got=outside[0], want=f"0 to {vocab - 1}")
+        return [Sampler(params.seeded(), item.prompt) for params, item in zip(each, sequences, strict=True)]
+
+    def stop(self, sequence: int) -> None:
+        """End prompt number `sequence` of the run in progress at the next step boundary, with the reason `stop`.
+
+        To be called while handling an event of that run. A sequence that ended by length in the same step counts as
+        stopped too.
+        """
+        self._stopped.add(sequence)
+
+    def _run(
+        self, sequences: list[Sequence], samplers: list[Sampler], eos: frozenset[int], pick_all: bool
+    ) -> Iterator[Event]:
         if self._scheduler.live:
             raise RequestError("generate", "another run is in progress", todo="finish or close its iterator first")
         self._cancelled.clear()
+        self._stopped.clear()
         self._scheduler.submit(sequences)
         self.report = RunReport(
             prompts=tuple(sequence.prompt for sequence in sequences),
             max_new=tuple(sequence.max_new for sequence in sequences),
+            seeds=tuple(None if sampler.greedy else sampler.params.seed for sampler in samplers),
             staged_bytes=self.artifact.manifest.weight_bytes(),
         )
         compiles, pick_compiles = self._runner.compiles, self._runner.pick_compiles
@@ -169,7 +199,12 @@ class Engine:
             for done, total in self._runner.stage():
                 yield Staged(done, total)
             while not self._cancelled.is_set() and (batch := self._scheduler.next_batch()) is not None:
-                result = self._runner.step(batch, pick_all=pick_all)
+                heats = [samplers[row.sequence].temperature if row.last else None for row in batch.rows]
+                result = self._runner.step(batch, temperatures=heats, pick_all=pick_all)
+                picks = [
+                    pick if candidates is None else samplers[row.sequence].pick(candidates)
+                    for row, pick, candidates in zip(batch.rows, result.picks, result.candidates, strict=True)
+                ]
                 # The first step's time holds the staging of the weights, as the one thing a user waited for.
                 seconds = result.seconds if self.report.steps else time.perf_counter() - begin
                 self.report.compiles = self._runner.compiles - compiles
@@ -180,14 +215,14 @@ class Engine:
                     batch.entry.id,
                     tuple(
                         StepRow(row.sequence, row.tokens, row.end > lengths[row.sequence], pick)
-                        for row, pick in zip(batch.rows, result.picks, strict=True)
+                        for row, pick in zip(batch.rows, picks, strict=True)
                     ),
                     seconds,
                     result.compile_seconds,
                 )
                 self.report.steps.append(step)
                 yield step
-                yield from self._advance(batch, result.picks, eos)
+                yield from self._advance(batch, picks, samplers, eos)
             for sequence in self._scheduler.live:
                 self._scheduler.end(sequence, Reason.CANCELLED)
                 yield self._finished(sequence)
@@ -195,23 +230,32 @@ class Engine:
             for sequence in self._scheduler.live:
                 self._scheduler.end(sequence, Reason.CANCELLED)
 
-    def _advance(self, batch: Batch, picks: Seq[int | None], eos: frozenset[int]) -> Iterator[Event]:
+    def _advance(
+        self, batch: Batch, picks: Seq[int | None], samplers: list[Sampler], eos: frozenset[int]
+    ) -> Iterator[Event]:
         live = {sequence.index: sequence for sequence in self._scheduler.live}
         before = {row.sequence: len(live[row.sequence].generated) for row in batch.rows}
         ended = self._scheduler.advance(batch, picks, eos)
         for row in batch.rows:
             generated = live[row.sequence].generated
             if len(generated) > before[row.sequence]:
+                samplers[row.sequence].seen(generated[-1])
                 yield Token(row.sequence, len(generated) - 1, generated[-1])
         for sequence in ended:
             pick = next(pick for row, pick in zip(batch.rows, picks, strict=True) if row.sequence == sequence.index)
             yield self._finished(sequence, pick)
+        for sequence in self._scheduler.live:
+            if sequence.index in self._stopped:
+                self._scheduler.end(sequence, Reason.STOP)
+                yield self._finished(sequence)
 
     def _finished(self, sequence: Sequence, pick: int | None = None) -> Finished:
         detail = ""
         if sequence.reason == Reason.REFUSED_TOKEN:
             keys = {token.id: token.config_key for token in self.artifact.manifest.model.refused_tokens}
             detail = f"the model generated {pick} ({keys.get(pick or 0)}), which it cannot produce as text"
+        if sequence.index in self._stopped and sequence.reason in (Reason.LENGTH, Reason.CONTEXT):
+            sequence.reason = Reason.STOP
         event = Finished(sequence.index, sequence.generated, sequence.reason or "", detail)
         self.report.finished[event.sequence] = event
         return event

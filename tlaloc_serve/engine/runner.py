@@ -13,14 +13,16 @@ from __future__ import annotations
 import contextlib
 import mmap
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from tlaloc_serve.artifact.manifest import POOL_OUTPUT_OF, Entry, Role, TensorType
 from tlaloc_serve.artifact.store import Artifact
-from tlaloc_serve.engine.argmax import argmax_body
 from tlaloc_serve.engine.inputs import StepInputs
+from tlaloc_serve.engine.logits import LogitsReader
+from tlaloc_serve.engine.sampling import Candidates, Row
 from tlaloc_serve.engine.scheduler import Batch
+from tlaloc_serve.engine.selection import NAN_ROW
 from tlaloc_serve.errors import EngineBroken, PjrtError, TlalocError
 from tlaloc_serve.pjrt.client import Buffer, Client, Executable, Execution
 from tlaloc_serve.pjrt.compile_options import compile_options
@@ -30,13 +32,15 @@ from tlaloc_serve.pjrt.compile_options import compile_options
 class StepResult:
     """What a step gave back.
 
-    `picks[i]` is the greedy next token of row i, None where its logits were not needed. `logits` holds, when asked
-    for, the raw little-endian row [vocab] of each live row in the entry's logits dtype. `compile_seconds` is 0.0 unless
+    `picks[i]` is the greedy next token of row i, None where its logits were not needed; `candidates[i]` what a sampler
+    picks from, None where no temperature was given. Candidates can read their whole row until the next step.
+    `logits` holds, when asked for, the row [vocab] of each live row as f32. `compile_seconds` is 0.0 unless
     this step compiled its entry.
     """
 
     picks: tuple[int | None, ...]
-    logits: tuple[bytes, ...] | None
+    candidates: tuple[Candidates | None, ...]
+    logits: tuple[Row, ...] | None
     seconds: float
     compile_seconds: float
 
@@ -60,22 +64,28 @@ class Runner:
         self.artifact = artifact
         self.client = client
         self.compiles = 0
-        self.pick_compiles = 0
+        self._reader = LogitsReader(client, self._compile)
+        self._logits: Buffer | None = None
         self.pools: dict[str, Buffer] = {}
         self._weights: dict[str, Buffer] = {}
         self._loaded: dict[str, _Loaded] = {}
-        self._pickers: dict[TensorType, tuple[Execution, bytearray]] = {}
         self._broken: str | None = None
         self._options = compile_options()
         self._stack = contextlib.ExitStack()
 
     def close(self) -> None:
         """Destroy every buffer and executable; idempotent."""
+        self._drop_logits()
+        self._reader.close()
         self._stack.close()
         self.pools.clear()
         self._weights.clear()
         self._loaded.clear()
-        self._pickers.clear()
+
+    @property
+    def pick_compiles(self) -> int:
+        """How many selection programs were compiled; they are the runtime's own, not entries."""
+        return self._reader.compiles
 
     def stage(self) -> Iterator[tuple[int, int]]:
         """Put weights and zeroed pools on the device, once; yields (bytes staged, bytes in all) after each weight.
@@ -104,29 +114,40 @@ class Runner:
                 buffer = self.client.buffer_from_host(zeros, slot.type.dtype, slot.type.dims)
                 self.pools[slot.name] = self._stack.enter_context(buffer)
 
-    def step(self, batch: Batch, *, pick_all: bool = False, keep_logits: bool = False) -> StepResult:
-        """Run one batch. `pick_all` picks for rows in the middle of their prompt too; `keep_logits` reads whole rows.
+    def step(
+        self,
+        batch: Batch,
+        *,
+        temperatures: Sequence[float | None] = (),
+        pick_all: bool = False,
+        keep_logits: bool = False,
+    ) -> StepResult:
+        """Run one batch. A row with a temperature gets candidates, the others a greedy pick.
 
-        Raises EngineBroken when the pools are lost, PjrtError when the plugin refuses the body or has no memory.
+        `pick_all` picks for rows in the middle of their prompt too; `keep_logits` reads whole rows. Raises
+        EngineBroken when the pools are lost, PjrtError when the plugin refuses the body or has no memory.
         """
         if self._broken is not None:
             raise EngineBroken("engine", f"an earlier step failed: {self._broken}", todo="open the artifact again")
         begin = time.perf_counter()
+        self._drop_logits()
         for _ in self.stage():
             pass
         loaded, compile_seconds = self._load(batch.entry)
         loaded.inputs.fill(batch)
+        wanted = [pick_all or keep_logits or row.last for row in batch.rows]
         try:
             loaded.execution.run()
             for output, pool in loaded.pools:
                 loaded.execution.give(output, pool)
-            picks, logits = self._read(loaded, batch, pick_all, keep_logits)
+            picks, candidates = self._read(loaded, batch, wanted, temperatures)
+            logits = self._rows(loaded.logits_type, len(batch.rows)) if keep_logits else None
         except TlalocError as error:
             if loaded.donates:
                 self._broken = str(error)
                 raise EngineBroken(batch.entry.id, f"the step failed and its KV pools are gone: {error}") from error
             raise
-        return StepResult(picks, logits, time.perf_counter() - begin, compile_seconds)
+        return StepResult(picks, candidates, logits, time.perf_counter() - begin, compile_seconds)
 
     def _load(self, entry: Entry) -> tuple[_Loaded, float]:
         """The compiled entry and the seconds this call spent compiling."""
@@ -162,47 +183,32 @@ class Runner:
             raise type(error)(error.call, error.code, error.code_name, detail) from None
 
     def _read(
-        self, loaded: _Loaded, batch: Batch, pick_all: bool, keep_logits: bool
-    ) -> tuple[tuple[int | None, ...], tuple[bytes, ...] | None]:
-        """Await the step and bring over what is needed of it: nothing, an id a row, or whole rows."""
-        wanted = [pick_all or row.last for row in batch.rows]
+        self, loaded: _Loaded, batch: Batch, wanted: Sequence[bool], temperatures: Sequence[float | None]
+    ) -> tuple[tuple[int | None, ...], tuple[Candidates | None, ...]]:
+        """Await the step and bring over what is needed of it: nothing, an id a row, or candidates a row."""
+        nothing = (None,) * len(batch.rows)
         if not any(wanted):
             loaded.execution.wait()
-            return (None,) * len(batch.rows), None
-        with loaded.execution.take(loaded.logits) as logits:
-            ids = self._pick(logits, loaded.logits_type)
-            rows = self._rows(logits, len(batch.rows)) if keep_logits else None
-        vocab = loaded.logits_type.dims[-1]
-        for number, (row, pick) in enumerate(zip(batch.rows, ids, strict=False)):
-            if wanted[number] and pick == vocab:
-                raise EngineBroken(
-                    batch.entry.id, f"the logits of sequence {row.sequence} at position {row.end - 1} hold a NaN"
-                )
-        return tuple(pick if want else None for pick, want in zip(ids, wanted, strict=False)), rows
-
-    def _pick(self, logits: Buffer, kind: TensorType) -> memoryview:
-        """The argmax of every row [B], computed on the device."""
-        picker = self._pickers.get(kind)
-        if picker is None:
-            executable = self._stack.enter_context(self._compile(argmax_body(kind), f"the argmax over {kind}"))
-            batch = kind.dims[0]
-            execution = self._stack.enter_context(executable.execution(1, frozenset(), [("i32", (batch,))]))
-            picker = self._pickers[kind] = (execution, bytearray(4 * batch))
-            self.pick_compiles += 1
-        execution, ids = picker
-        execution.bind(0, logits)
-        execution.run()
-        with execution.take(0) as buffer:
-            buffer.read_into(ids)
-        return memoryview(ids).cast("i")
-
-    @staticmethod
-    def _rows(logits: Buffer, count: int) -> tuple[bytes, ...]:
-        """The first `count` rows; padding rows stay where they are when the plugin can read a part of a buffer."""
-        size = logits.nbytes // logits.dims[0]
-        data = bytearray(size * count if logits.can_read_range else logits.nbytes)
-        if logits.can_read_range:
-            logits.read_range(0, data)
+            return nothing, nothing
+        self._logits = loaded.execution.take(loaded.logits)
+        if any(temperature is not None for temperature in temperatures):
+            found = self._reader.candidates(self._logits, loaded.logits_type, temperatures)
+            ids: Sequence[int] = [item.ids[0] for item in found]
+            hot = tuple(item if heat is not None else None for item, heat in zip(found, temperatures, strict=True))
         else:
-            logits.read_into(data)
-        return tuple(bytes(data[size * row : size * (row + 1)]) for row in range(count))
+            ids, hot = self._reader.greedy(self._logits, loaded.logits_type), nothing
+        for row, pick, want in zip(batch.rows, ids, wanted, strict=False):
+            if want and pick == NAN_ROW:
+                where = f"the logits of sequence {row.sequence} at position {row.end - 1}"
+                raise EngineBroken(batch.entry.id, f"{where} hold a NaN")
+        return tuple(pick if want else None for pick, want in zip(ids, wanted, strict=False)), hot
+
+    def _rows(self, kind: TensorType, count: int) -> tuple[Row, ...]:
+        if self._logits is None:
+            return ()
+        return tuple(self._reader.row(self._logits, kind, number) for number in range(count))
+
+    def _drop_logits(self) -> None:
+        if self._logits is not None:
+            self._logits.close()
+            self._logits = None
