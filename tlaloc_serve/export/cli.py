@@ -1,7 +1,7 @@
 """Export a checkpoint, or the reference graph, to an artifact directory. Reads no plugin and runs no model.
 
-Exit codes: 0 done; 1 an error, said in one line on stderr; 2 a flag is wrong; 130 Ctrl-C. In the last three cases
-the directory is as it was before.
+Exit codes: 0 done; 1 an error, said in one line on stderr; 2 a flag is wrong; 130 Ctrl-C; 141 done, but the reader of
+the output went away. After 1, 2 and 130 the directory is as it was before.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from tlaloc_serve.export.write import (
     plan_export,
 )
 
-OK, ERROR, USAGE, INTERRUPTED = 0, 1, 2, 130
+OK, ERROR, USAGE, INTERRUPTED, PIPE_CLOSED = 0, 1, 2, 130, 141
 # Where a checkpoint is looked for when none is named.
 CACHED_CHECKPOINT = "~/.cache/tlaloc-checkpoints/TinyLlama__TinyLlama-1.1B-Chat-v1.0"
 _PROGRESS_SECONDS = 2.0  # between two lines where stderr is no terminal
@@ -57,7 +57,12 @@ def main(arguments: Sequence[str], default_root: str = "build") -> int:
         return INTERRUPTED
     finally:
         signal.signal(signal.SIGTERM, previous)
-    print(json.dumps(facts, indent=1) if given.json else "\n".join(export_lines(facts)))
+    try:
+        print(json.dumps(facts, indent=1) if given.json else "\n".join(export_lines(facts)), flush=True)
+    except BrokenPipeError:
+        # The interpreter flushes stdout once more at exit; give it somewhere to write.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return PIPE_CLOSED
     return OK
 
 

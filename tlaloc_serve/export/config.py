@@ -159,12 +159,12 @@ def _family(config: Mapping[str, Any], where: str) -> str:
         raise ExportError(f"{where}: architectures", "not usable", got=names, want="a list of one name")
     if family is None and names:
         family = next((key for key, name in _ARCHITECTURES.items() if name == names[0]), None)
-    if family not in _ARCHITECTURES:
+    if not isinstance(family, str) or family not in _ARCHITECTURES:
         raise ExportError(f"{where}: model_type", "architecture not supported", got=config.get("model_type") or names,
                           want=f"one of {', '.join(_ARCHITECTURES)}")
     if names and names[0] != _ARCHITECTURES[family]:
         raise ExportError(f"{where}: architectures", "not supported", got=names[0], want=_ARCHITECTURES[family])
-    return str(family)
+    return family
 
 
 def _refuse_unknown(reader: _Reader, family: str) -> None:
@@ -203,7 +203,7 @@ def _windows(reader: _Reader, family: str, layers: int) -> tuple[int | None, ...
     max_window_layers on, and only where use_sliding_window says so."""
     types = reader.get("layer_types")
     if types is not None and (not isinstance(types, list) or len(types) != layers
-                              or not set(types) <= {"full_attention", "sliding_attention"}):
+                              or any(kind not in ("full_attention", "sliding_attention") for kind in types)):
         raise reader.refuse("layer_types", "not usable", got=types,
                             want=f"{layers} times full_attention or sliding_attention")
     window = reader.get("sliding_window")

@@ -89,7 +89,7 @@ def _ids(document: Mapping[str, Any], key: str, where: str, vocab_size: int) -> 
 def _bos(tokenizer: Mapping[str, Any] | None, settings: Mapping[str, Any]) -> tuple[bool | None, int | None]:
     """Whether a prompt gets a BOS, and its id as the tokenizer has it."""
     named = settings.get("bos_token")
-    text = named.get("content") if isinstance(named, dict) else named
+    text = _text(named.get("content") if isinstance(named, dict) else named)
     added = {} if tokenizer is None else _added_tokens(tokenizer)
     explicit = settings.get("add_bos_token")
     if isinstance(explicit, bool):
@@ -102,10 +102,14 @@ def _bos(tokenizer: Mapping[str, Any] | None, settings: Mapping[str, Any]) -> tu
     return settings.get("tokenizer_class") in _CLASSES_WITH_BOS, added.get(text)
 
 
-def _added_tokens(tokenizer: Mapping[str, Any]) -> dict[Any, int]:
+def _added_tokens(tokenizer: Mapping[str, Any]) -> dict[str | None, int]:
     added = tokenizer.get("added_tokens")
     entries = [entry for entry in added if isinstance(entry, dict)] if isinstance(added, list) else []
-    return {entry.get("content"): entry["id"] for entry in entries if type(entry.get("id")) is int}
+    return {
+        entry["content"]: entry["id"]
+        for entry in entries
+        if isinstance(entry.get("content"), str) and type(entry.get("id")) is int
+    }
 
 
 def _template(processor: Any) -> tuple[bool, str | None] | None:
@@ -113,14 +117,19 @@ def _template(processor: Any) -> tuple[bool, str | None] | None:
     if not isinstance(processor, dict):
         return None
     if processor.get("type") == "Sequence":
-        found = [_template(inner) for inner in processor.get("processors") or []]
+        inner = processor.get("processors")
+        found = [_template(part) for part in inner] if isinstance(inner, list) else []
         return next((template for template in found if template is not None), None)
     if processor.get("type") != "TemplateProcessing":
         return None
     single = processor.get("single")
     first = single[0] if isinstance(single, list) and single and isinstance(single[0], dict) else {}
     special = first.get("SpecialToken")
-    return (True, special.get("id")) if isinstance(special, dict) else (False, None)
+    return (True, _text(special.get("id"))) if isinstance(special, dict) else (False, None)
+
+
+def _text(value: Any) -> str | None:
+    return value if isinstance(value, str) else None
 
 
 def _chat_template(folder: pathlib.Path, settings: Mapping[str, Any]) -> str | None:
@@ -133,6 +142,6 @@ def _chat_template(folder: pathlib.Path, settings: Mapping[str, Any]) -> str | N
             raise ExportError(str(path), "is no UTF-8 text") from None
     value = settings.get("chat_template")
     if isinstance(value, list):
-        named = {entry.get("name"): entry.get("template") for entry in value if isinstance(entry, dict)}
-        value = named.get("default")
+        entries = [entry for entry in value if isinstance(entry, dict) and entry.get("name") == "default"]
+        value = entries[0].get("template") if entries else None
     return value if isinstance(value, str) and value else None

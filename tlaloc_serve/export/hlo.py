@@ -18,6 +18,7 @@ from tlaloc_serve.artifact.manifest import TensorType
 from tlaloc_serve.errors import ExportError
 
 NEGATIVE_INFINITY = "0xFF800000"
+_LARGEST_F32 = float.fromhex("0x1.fffffep+127")
 _FLOAT = ("f32", "bf16", "f16", "f64")
 
 
@@ -45,15 +46,21 @@ def round_f32(number: float) -> float:
         raise ExportError("constant", "a number does not fit in f32", got=number) from None
 
 
-@lru_cache(maxsize=4096)
 def f32_text(number: float) -> str:
     """The shortest decimal that reads back as the f32 nearest to `number`, in the syntax of an MLIR float literal."""
     value = round_f32(number)
     if not math.isfinite(value):
         raise ExportError("constant", "a number is not finite", got=number)
+    return _f32_text(struct.pack("<f", value))
+
+
+@lru_cache(maxsize=4096)
+def _f32_text(bits: bytes) -> str:
+    """By bits, since 0.0 and -0.0 are one key to a cache."""
+    value = float(struct.unpack("<f", bits)[0])
     for digits in range(1, 10):
         text = f"{value:.{digits}g}"
-        if round_f32(float(text)) == value:
+        if abs(float(text)) <= _LARGEST_F32 and round_f32(float(text)) == value:
             break
     mantissa, mark, exponent = text.partition("e")
     return (mantissa if "." in mantissa else mantissa + ".0") + mark + exponent

@@ -8,7 +8,7 @@ embedding and is stored once. Every tensor of the checkpoint is used, known to b
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -57,15 +57,20 @@ def plan_weights(
     `where` is the checkpoint, for messages. Raises ExportError for a tensor that is missing, of another shape than the
     config says, or not understood.
     """
-    hidden = config.hidden_size
-    embed = Part(EMBED, (config.vocab_size, hidden))
-    planned = [_weight("embedTokens", [embed], dtype)]
+    planned = lay_out(config, layers, is_tied(config, tensors, where), dtype)
+    _check(config, layers, tensors, planned, where)
+    return planned
+
+
+def lay_out(config: ModelConfig, layers: int, tied: bool, dtype: str) -> tuple[Planned, ...]:
+    """The weight table that such a model has, whatever a checkpoint holds."""
+    vocab = (config.vocab_size, config.hidden_size)
+    planned = [_weight("embedTokens", [Part(EMBED, vocab)], dtype)]
     for layer in range(layers):
         planned += _layer(config, layer, dtype)
-    planned.append(_weight("finalNorm", [Part(FINAL_NORM, (hidden,))], "f32"))
-    if not is_tied(config, tensors, where):
-        planned.append(_weight("lmHead", [Part(HEAD, (config.vocab_size, hidden))], dtype))
-    _check(config, layers, tensors, planned, where)
+    planned.append(_weight("finalNorm", [Part(FINAL_NORM, (config.hidden_size,))], "f32"))
+    if not tied:
+        planned.append(_weight("lmHead", [Part(HEAD, vocab)], dtype))
     return tuple(planned)
 
 
@@ -115,7 +120,7 @@ def _layer(config: ModelConfig, layer: int, dtype: str) -> list[Planned]:
 
 
 def _check(
-    config: ModelConfig, layers: int, tensors: Mapping[str, Described], planned: list[Planned], where: str
+    config: ModelConfig, layers: int, tensors: Mapping[str, Described], planned: Sequence[Planned], where: str
 ) -> None:
     used: set[str] = set()
     for part in (part for plan in planned for part in plan.parts):

@@ -67,7 +67,7 @@ def _groups(value: Any, where: str) -> list[tuple[str, Mapping[str, Any]]]:
 def _checked(values: dict[str, Any], where: str) -> dict[str, Any]:
     kind = values.setdefault("rope_type", "default")
     values.setdefault("rope_theta", DEFAULT_THETA)
-    if kind not in _KEYS:
+    if not isinstance(kind, str) or kind not in _KEYS:
         raise ExportError(f"{where}: rope_type", "not supported", got=kind, want=f"one of {', '.join(_KEYS)}")
     wanted = ("rope_theta", *_KEYS[kind])
     for key in wanted:
@@ -89,8 +89,9 @@ def _checked(values: dict[str, Any], where: str) -> dict[str, Any]:
 def inverse_frequencies(rope: Mapping[str, Any], head_dim: int) -> tuple[float, ...]:
     """The head_dim / 2 angles a position in radians, each an f32.
 
-    Rounded where transformers rounds (its tensors are f32): at position 8000 one last place of f32 is 5e-4 radians.
-    The llama3 formula is the one of `_compute_llama3_parameters` in transformers' modeling_rope_utils.
+    Rounded where transformers rounds (its tensors are f32, and a number over a tensor is the number times the
+    reciprocal): at position 8000 one last place of f32 is 5e-4 radians. The llama3 formula is the one of
+    `_compute_llama3_parameters` in transformers' modeling_rope_utils.
     """
     base = float(rope["rope_theta"])
     plain = [round_f32(1.0 / round_f32(base ** round_f32(index / head_dim))) for index in range(0, head_dim, 2)]
@@ -104,11 +105,12 @@ def inverse_frequencies(rope: Mapping[str, Any], head_dim: int) -> tuple[float, 
 def _llama3(angle: float, rope: Mapping[str, Any]) -> float:
     """Slow the low frequencies by `factor`, keep the high ones, go from one to the other in between."""
     low, high, old = rope["low_freq_factor"], rope["high_freq_factor"], rope["original_max_position_embeddings"]
-    wave = round_f32(2 * math.pi / angle)
+    wave = round_f32(round_f32(1 / angle) * round_f32(2 * math.pi))
     if wave > old / low:
         return round_f32(angle / rope["factor"])
     if wave < old / high:
         return angle
-    smooth = round_f32(round_f32(round_f32(old / wave) - low) / (high - low))
+    turns = round_f32(round_f32(1 / wave) * old)
+    smooth = round_f32(round_f32(turns - low) / (high - low))
     slowed = round_f32(round_f32(round_f32(1 - smooth) * angle) / rope["factor"])
     return round_f32(slowed + round_f32(smooth * angle))

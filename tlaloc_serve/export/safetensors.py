@@ -78,7 +78,7 @@ def _tensor(where: str, name: str, record: Any, base: int, size: int) -> Tensor:
     if not isinstance(record, dict) or not {"dtype", "shape", "data_offsets"} <= set(record):
         raise ExportError(place, "not described", want="dtype, shape and data_offsets")
     dtype, dims, offsets = record["dtype"], record["shape"], record["data_offsets"]
-    if dtype not in _WIDTHS:
+    if not isinstance(dtype, str) or dtype not in _WIDTHS:
         raise ExportError(place, "dtype not supported", got=dtype, want="F32, F16 or BF16")
     if not _naturals(dims):
         raise ExportError(place, "shape not usable", got=dims, want="a list of whole numbers")

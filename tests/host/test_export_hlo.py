@@ -1,0 +1,150 @@
+"""The text of the bodies: float literals, only ops of the specification, size, and the same bytes every time."""
+
+from __future__ import annotations
+
+import random
+import re
+import struct
+import subprocess
+import sys
+import unittest
+
+from tests.support import REPO
+from tlaloc_serve.artifact.body import check_signature, parse_signature
+from tlaloc_serve.artifact.manifest import Model, TensorType
+from tlaloc_serve.errors import ExportError
+from tlaloc_serve.export.config import ModelConfig, read_config
+from tlaloc_serve.export.entries import Point, boundary, make_entry
+from tlaloc_serve.export.hlo import Body, f32_text
+from tlaloc_serve.export.layout import lay_out
+from tlaloc_serve.export.llama import llama_body
+
+# Ops of the StableHLO specification that the bodies may use.
+OPS = {
+    "add", "and", "broadcast_in_dim", "compare", "concatenate", "constant", "convert", "cosine", "divide", "dot_general",
+    "exponential", "gather", "iota", "logistic", "maximum", "multiply", "reduce", "remainder", "reshape", "return",
+    "rsqrt", "scatter", "select", "sine", "slice", "subtract", "transpose",
+}  # fmt: skip
+SMOLLM2 = {
+    "model_type": "llama", "vocab_size": 49152, "hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30,
+    "num_attention_heads": 9, "num_key_value_heads": 3, "max_position_embeddings": 8192, "tie_word_embeddings": True,
+}  # fmt: skip
+# Prints a digest of one large body; run by another interpreter.
+DIGEST = """
+import hashlib, sys
+sys.path.insert(0, {root!r})
+from tests.host.test_export_hlo import SMOLLM2, body
+text = "".join(body(SMOLLM2, kind, dtype) for kind in ("decode", "prefill") for dtype in ("f32", "bf16"))
+print(hashlib.sha256(text.encode()).hexdigest())
+"""
+
+
+def model_of(config: ModelConfig, dtype: str) -> Model:
+    return Model(config.vocab_size, config.hidden_size, config.num_heads, config.num_kv_heads, config.head_dim,
+                 config.num_layers, 33, 16, dtype, "f32", (33, 16, config.num_kv_heads, config.head_dim))  # fmt: skip
+
+
+def body(document: dict[str, object], kind: str, dtype: str = "f32") -> str:
+    """The body of one entry of a model with this config; its signature is checked against the entry's."""
+    config = read_config(document, "config.json")
+    weights = [(plan.name, plan.type) for plan in lay_out(config, config.num_layers, bool(config.tied), dtype)]
+    model, point = model_of(config, dtype), Point(kind, 2, 512, 1 if kind == "decode" else 512)
+    slots = boundary(model, point, weights)
+    text = llama_body(config, config.num_layers, 16, slots, point)
+    check_signature(parse_signature(text, "body"), make_entry(model, "hash", point, slots, "0" * 64), "body")
+    return text
+
+
+class Literals(unittest.TestCase):
+    def test_known_literals(self) -> None:
+        for number, text in ((1.0, "1.0"), (0.1, "0.1"), (1e-5, "1.0e-05"), (-0.0, "-0.0"), (1 / 3, "0.33333334"),
+                             (0.5**0.5, "0.70710677"), (3.4028234663852886e38, "3.4028235e+38"), (16777216.0, "16777216.0"),
+                             (1e-45, "1.0e-45")):  # fmt: skip
+            self.assertEqual(f32_text(number), text)
+
+    def test_shortest_that_reads_back(self) -> None:
+        draw = random.Random(3)
+        for _ in range(3000):
+            (number,) = struct.unpack("<f", struct.pack("<I", draw.getrandbits(32)))
+            if number != number or abs(number) == float("inf"):
+                with self.assertRaises(ExportError):
+                    f32_text(number)
+                continue
+            text = f32_text(number)
+            self.assertRegex(text, r"^-?\d+\.\d*(e[+-]\d+)?$")
+            self.assertEqual(struct.pack("<f", float(text)), struct.pack("<f", number))
+            digits = len(re.sub(r"e.*|[-.]", "", text.replace(".0e", "e").removesuffix(".0")).strip("0"))
+            if digits > 1:
+                shorter = float(f"{number:.{digits - 2}e}")
+                self.assertNotEqual(struct.pack("<f", shorter), struct.pack("<f", number), text)
+
+    def test_out_of_range(self) -> None:
+        with self.assertRaises(ExportError):
+            f32_text(1e39)
+
+
+class Ops(unittest.TestCase):
+    def test_operands_that_do_not_fit_are_refused(self) -> None:
+        b = Body()
+        a, c = b.parameter(TensorType("f32", (2, 3))), b.parameter(TensorType("f32", (3, 2)))
+        ints = b.parameter(TensorType("i32", (2, 3)))
+        for call in (
+            lambda: b.binary("add", a, c),
+            lambda: b.binary("add", a, ints),
+            lambda: b.dot(a, c, (1, 1)),
+            lambda: b.reshape(a, 4),
+            lambda: b.slice(a, 1, 2, 4),
+            lambda: b.broadcast(a, (2, 4), [0, 1]),
+            lambda: b.constant([1.0], TensorType("f32", (2,))),
+            lambda: b.select(a, a, a),
+            lambda: b.write_slots(a, ints, c),
+        ):
+            with self.assertRaises(ExportError):
+                call()
+
+    def test_constants(self) -> None:
+        b = Body()
+        value = b.constant([1.0, 2.5, -3.0, 0.1], TensorType("f32", (2, 2)))
+        b.constant([7, -1], TensorType("i32", (2,)))
+        self.assertIs(b.splat(0.0, TensorType("f32", ())), b.splat(0.0, TensorType("f32", ())))
+        text = b.finish([value])
+        self.assertIn("dense<[[1.0, 2.5], [-3.0, 0.1]]> : tensor<2x2xf32>", text)
+        self.assertIn("dense<[7, -1]> : tensor<2xi32>", text)
+        self.assertEqual(text.count("dense<0.0>"), 1)
+
+
+class Bodies(unittest.TestCase):
+    def test_only_ops_of_the_specification(self) -> None:
+        families = ({}, {"model_type": "qwen2"}, {"model_type": "qwen3"}, {"model_type": "mistral", "sliding_window": 64},
+                    {"attention_bias": True, "mlp_bias": True}, {"num_key_value_heads": 9})  # fmt: skip
+        for changes in families:
+            for kind in ("decode", "prefill"):
+                for dtype in ("f32", "bf16"):
+                    text = body({**SMOLLM2, "num_hidden_layers": 1, **changes}, kind, dtype)
+                    self.assertLessEqual(set(re.findall(r"(?:stablehlo|chlo|mhlo)\.(\w+)[ (\"]", text)), OPS)
+                    self.assertNotIn("custom_call", text)
+                    self.assertTrue(text.isascii())
+
+    def test_a_thirty_layer_entry_is_small(self) -> None:
+        for kind in ("decode", "prefill"):
+            self.assertLess(len(body(SMOLLM2, kind)), 400_000)
+
+    def test_matrices_are_multiplied_in_their_dtype(self) -> None:
+        for dtype, operand in (("f32", "f32"), ("bf16", "bf16")):
+            text = body({**SMOLLM2, "num_hidden_layers": 1}, "decode", dtype)
+            wide = [line for line in text.splitlines() if "dot_general" in line and f"(tensor<2x576x{operand}>, " in line]
+            self.assertEqual(len(wide), 4)  # qkv, o, gate and up, head
+            for line in wide:
+                self.assertRegex(line, rf"tensor<2x576x{operand}>, tensor<\d+x576x{operand}>\) -> tensor<2x\d+xf32>")
+
+    def test_the_same_bytes_in_another_process(self) -> None:
+        digests = set()
+        for seed in ("0", "1"):
+            command = [sys.executable, "-c", DIGEST.format(root=str(REPO))]
+            done = subprocess.run(command, env={"PYTHONHASHSEED": seed}, capture_output=True, text=True, check=True)
+            digests.add(done.stdout)
+        self.assertEqual(len(digests), 1)
+
+
+if __name__ == "__main__":
+    unittest.main()
