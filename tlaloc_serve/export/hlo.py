@@ -18,7 +18,7 @@ from tlaloc_serve.artifact.manifest import TensorType
 from tlaloc_serve.errors import ExportError
 
 NEGATIVE_INFINITY = "0xFF800000"
-_LARGEST_F32 = float.fromhex("0x1.fffffep+127")
+_BEYOND_F32 = float.fromhex("0x1.ffffffp+127")  # rounds to infinity; what is smaller does not
 _FLOAT = ("f32", "bf16", "f16", "f64")
 
 
@@ -60,7 +60,7 @@ def _f32_text(bits: bytes) -> str:
     value = float(struct.unpack("<f", bits)[0])
     for digits in range(1, 10):
         text = f"{value:.{digits}g}"
-        if abs(float(text)) <= _LARGEST_F32 and round_f32(float(text)) == value:
+        if abs(float(text)) < _BEYOND_F32 and round_f32(float(text)) == value:
             break
     mantissa, mark, exponent = text.partition("e")
     return (mantissa if "." in mantissa else mantissa + ".0") + mark + exponent
