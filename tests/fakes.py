@@ -47,7 +47,7 @@ class Array:
     dtype: int
     dims: tuple[int, ...]
     deleted: bool = False
-    host_event: int = 0
+    host_event: dict[str, Any] | None = None  # of a zero-copy buffer: fires when the buffer is destroyed
 
 
 @dataclass
@@ -192,12 +192,14 @@ class FakePjrt:
 
     def Event_Await(self, args: Any) -> None:
         state = self._get(args.event, "event")
+        if state["with_buffer"] and not state["ready"]:
+            raise AssertionError("waits for ever: this event fires when its buffer is destroyed")
         state["ready"] = True
         if state["error"] is not None:
             raise FakeError(*state["error"])
 
     def _event(self, ready: bool = True, error: tuple[int, str] | None = None) -> int:
-        return self._new("event", {"ready": ready, "error": error})
+        return self._new("event", {"ready": ready, "error": error, "with_buffer": False})
 
     def Client_Create(self, args: Any) -> None:
         values = (abi.PJRT_NamedValue * args.num_options).from_address(args.create_options)
@@ -318,13 +320,19 @@ class FakePjrt:
 
     def Client_BufferFromHostBuffer(self, args: Any) -> None:
         dims = tuple((ctypes.c_int64 * args.num_dims).from_address(args.dims))
-        size = {code: nbytes for code, nbytes in abi.DTYPES.values()}[args.type] * math.prod(dims)
+        size = dict(abi.DTYPES.values())[args.type] * math.prod(dims)
         self.semantics.append(args.host_buffer_semantics)
         args.done_with_host_buffer = self._event(ready=not self.slow_host)
-        args.buffer = self._new("buffer", Array(ctypes.string_at(args.data, size), args.type, dims))
+        array = Array(ctypes.string_at(args.data, size), args.type, dims)
+        if args.host_buffer_semantics == abi.IMMUTABLE_ZERO_COPY:
+            array.host_event = self._get(args.done_with_host_buffer, "event")
+            array.host_event.update(ready=False, with_buffer=True)
+        args.buffer = self._new("buffer", array)
 
     def Buffer_Destroy(self, args: Any) -> None:
-        self._destroy(args.buffer, "buffer")
+        array = self._destroy(args.buffer, "buffer")
+        if array.host_event is not None:
+            array.host_event["ready"] = True
 
     def Buffer_IsDeleted(self, args: Any) -> None:
         args.is_deleted = self._get(args.buffer, "buffer").deleted

@@ -140,6 +140,16 @@ class ClientTest(Case):
         client.close()
         fake.check()
 
+    def test_forgotten_client_and_children_go_in_an_order_that_is_safe(self) -> None:
+        fake = FakePjrt(programs=STEP)
+        with self.assertWarns(ResourceWarning):
+            ring: list[Any] = [Client(fake.plugin())]
+            program = ring[0].compile(b"step", b"")
+            ring += [program, program.execution(2, (), [F2, F2]), ring[0].buffer_from_host(floats(1, 2), *F2), ring]
+            del ring, program
+            gc.collect()
+        fake.check()
+
     def test_closed_handles_do_not_warn(self) -> None:
         _, client = self.open()
         with warnings.catch_warnings():
@@ -299,6 +309,29 @@ class BufferTest(Case):
             mapping.close()
         buffer.close()
         mapping.close()
+
+
+    def test_client_closes_zero_copy_buffers_before_it_waits_for_their_memory(self) -> None:
+        fake, client = self.open()
+        memory = bytearray(floats(1, 2))
+        buffer = client.buffer_from_host(memory, *F2, zero_copy=True)
+        client.close()
+        self.assertTrue(buffer.closed)
+        memory.append(0)
+        fake.check()
+
+    def test_donated_zero_copy_memory_is_let_go_when_new_contents_arrive(self) -> None:
+        _, client = self.open()
+        memory = bytearray(floats(1, 2))
+        execution, _, _ = self.step(client)
+        pool = client.buffer_from_host(memory, *F2, zero_copy=True)
+        self.addCleanup(pool.close)
+        execution.bind(0, pool)
+        execution.run()
+        with self.assertRaises(BufferError):
+            memory.append(0)
+        execution.give(0, pool)
+        memory.append(0)
 
 
 class ExecutionTest(Case):

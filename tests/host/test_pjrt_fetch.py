@@ -122,11 +122,11 @@ class RefusalTest(Case):
 
     def test_pip_fails(self) -> None:
         said = "Looking in indexes\nERROR: Could not find a version that satisfies\nERROR: No matching distribution"
-        with mock.patch.object(module.subprocess, "run", lambda command, **_: subprocess.CompletedProcess(command, 1, said)):
+        with mock.patch.object(module.subprocess, "run", lambda *_, **__: subprocess.CompletedProcess([], 1, said)):
             self.refused("pip download some-plugin==1.0: failed", "Could not find a version", "check the network")
 
     def test_pip_succeeds_and_leaves_nothing(self) -> None:
-        with mock.patch.object(module.subprocess, "run", lambda command, **_: subprocess.CompletedProcess(command, 0, "")):
+        with mock.patch.object(module.subprocess, "run", lambda *_, **__: subprocess.CompletedProcess([], 0, "")):
             self.refused("failed")
 
     def test_wheel_with_other_contents(self) -> None:
@@ -165,7 +165,8 @@ class RefusalTest(Case):
             self.refused("--fetch cpu", "riscv64")
 
     def test_interruption_leaves_nothing(self) -> None:
-        with mock.patch.object(module.os, "replace", side_effect=KeyboardInterrupt), self.assertRaises(KeyboardInterrupt):
+        interrupted = mock.patch.object(module.os, "replace", side_effect=KeyboardInterrupt)
+        with interrupted, self.assertRaises(KeyboardInterrupt):
             self.fetch()
         self.assertEqual([path for path in self.cache.rglob("*") if path.is_file()], [])
 

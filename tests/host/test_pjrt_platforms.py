@@ -17,7 +17,8 @@ GPU_DEFAULTS = {"preallocate": False, "memory_fraction": 0.5}
 
 class OptionsTest(unittest.TestCase):
     def test_defaults(self) -> None:
-        for kind, options in (("cuda", GPU_DEFAULTS), ("rocm", GPU_DEFAULTS), ("tpu", {}), ("cpu", {"cpu_device_count": 1})):
+        wanted = {"cuda": GPU_DEFAULTS, "rocm": GPU_DEFAULTS, "tpu": {}, "cpu": {"cpu_device_count": 1}}
+        for kind, options in wanted.items():
             self.assertEqual(client_options(kind, {}), options)
 
     def test_variables(self) -> None:

@@ -16,8 +16,8 @@ from tests import elf
 from tests.support import REPO
 from tlaloc_serve.errors import PjrtError, PluginError, RequestError
 from tlaloc_serve.pjrt import cache, locate, preflight, probe
-from tlaloc_serve.pjrt.preflight import Choice, NothingToRunOn, choose, survey
 from tlaloc_serve.pjrt.plugin import AbiMismatch
+from tlaloc_serve.pjrt.preflight import Choice, NothingToRunOn, choose, survey
 from tlaloc_serve.pjrt.probe import ProbeResult
 
 GOOD = {
@@ -86,7 +86,7 @@ class MisbehaviourTest(Case):
     def test_crash_names_the_signal_and_the_last_line_it_wrote(self) -> None:
         result = self.probe(self.file(elf.shared_object(elf.complain_and_trap(b"first\nno such luck\n"))))
         self.assertEqual(result.reason, "crash")
-        self.assertIn("died of SIGILL while loading and initialising it: no such luck; what it wrote is in", result.message)
+        self.assertIn("died of SIGILL while loading and initialising it: no such luck; what it wrote", result.message)
         self.assertEqual(pathlib.Path(result.log).read_text(), "first\nno such luck\n")
         self.assertEqual(pathlib.Path(result.log).parent, self.cache / "logs")
         self.assertEqual(list(self.folder.glob("core*")), [])
@@ -226,7 +226,8 @@ class LogTest(Case):
     def run_script(self, script: str) -> subprocess.CompletedProcess[str]:
         start = ("import os, sys\nfrom tlaloc_serve.pjrt import preflight, probe\n"
                  f"environ = {self.environ!r}\nplugin = {str(self.folder / 'plugin.so')!r}\n")
-        return subprocess.run([sys.executable, "-c", start + script], cwd=REPO, capture_output=True, text=True, check=True)
+        command = [sys.executable, "-c", start + script]
+        return subprocess.run(command, cwd=REPO, capture_output=True, text=True, check=True)
 
     def test_native_stderr_goes_to_the_log_and_pythons_to_the_screen(self) -> None:
         done = self.run_script(

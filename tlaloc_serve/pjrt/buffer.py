@@ -23,16 +23,20 @@ class Event(Handle):
     """Work in flight: `wait()` returns when it is done and raises the error it ended with.
 
     `view` is host memory that the work reads or writes; closing the event waits for the work before letting go of it.
+    An event that belongs to a buffer (`owned`) is closed by it, after the buffer's own handle: until then it may not
+    even fire.
     """
 
     kind = "events"
 
-    def __init__(self, client: Client, handle: int, view: HostView | None = None):
+    def __init__(self, client: Client, handle: int, view: HostView | None = None, *, owned: bool = False):
         self._client = client
         self._view = view
         self._handle = handle
         live["events"] += 1
-        client._adopt(self)
+        self._owned = owned
+        if not owned:
+            client._adopt(self)
 
     def wait(self) -> None:
         """Block until the work is done; raises PjrtError when it failed."""
@@ -57,6 +61,8 @@ class Event(Handle):
         handle, self._handle = self._handle, None
         live["events"] -= 1
         self._client.plugin.call("PJRT_Event_Destroy", abi.PJRT_Event_Destroy_Args(event=handle))
+        if not self._owned:
+            self._client._disown()
 
     def _let_go(self) -> None:
         if self._view is not None:
@@ -185,6 +191,7 @@ class Buffer(Handle):
             self._client.plugin.call("PJRT_Buffer_Destroy", abi.PJRT_Buffer_Destroy_Args(buffer=handle))
         finally:
             self._release_host()
+            self._client._disown()
 
     def _release_host(self) -> None:
         """Wait until the plugin is done with the host memory this buffer was made from, and let go of it."""

@@ -78,6 +78,8 @@ class Client(Handle):
     def __init__(self, plugin: Plugin, options: Mapping[str, bool | int | float | str] | None = None):
         self.plugin = plugin
         self._children: weakref.WeakSet[Handle] = weakref.WeakSet()
+        self._open_children = 0
+        self._abandoned = False
         self._transfers: list[Buffer] = []  # buffers whose host memory the plugin may still be reading
         values = _named_values(options or {})
         args = abi.PJRT_Client_Create_Args(create_options=ctypes.addressof(values), num_options=len(options or {}))
@@ -202,7 +204,8 @@ class Client(Handle):
         dims: tuple[int, ...],
         zero_copy: bool,
     ) -> Buffer:
-        event = Event(self, args.done_with_host_buffer, view) if args.done_with_host_buffer else None
+        done = args.done_with_host_buffer
+        event = Event(self, done, view, owned=True) if done else None
         buffer = Buffer(self, args.buffer, dtype, dims, event)
         if self._transfers:
             self._transfers = [earlier for earlier in self._transfers if not earlier._host_is_done()]
@@ -221,6 +224,19 @@ class Client(Handle):
 
     def _adopt(self, child: Handle) -> None:
         self._children.add(child)
+        self._open_children += 1
+
+    def _disown(self) -> None:
+        """A child has destroyed its handle."""
+        self._open_children -= 1
+        if self._abandoned and not self._open_children:
+            self.close()
+
+    def _abandon(self) -> None:
+        # The collector finalises a client and its forgotten children in any order: the last of them closes it.
+        self._abandoned = True
+        if not self._open_children:
+            self.close()
 
     def close(self) -> None:
         """Close every child that is still open, then the client."""

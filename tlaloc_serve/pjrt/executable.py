@@ -133,6 +133,7 @@ class Executable(Handle):
         if program is not None:
             plugin.call("PJRT_Executable_Destroy", abi.PJRT_Executable_Destroy_Args(executable=program))
         plugin.call("PJRT_LoadedExecutable_Destroy", abi.PJRT_LoadedExecutable_Destroy_Args(executable=handle))
+        self._client._disown()
 
     def __repr__(self) -> str:
         return f"executable {getattr(self, 'name', '')}".rstrip()
@@ -169,10 +170,10 @@ class Execution(Handle):
         self._donated = sorted(set(donated))
         self._check(num_args)
         self._bound: list[Buffer | _Unbound] = [_UNBOUND] * num_args
-        self._pending = 0  # outputs of the last run that nobody has taken
         self._pack = struct.Struct(f"{num_args}P").pack_into
         self._arguments = (ctypes.c_void_p * max(1, num_args))()
-        self._outputs = (ctypes.c_void_p * max(1, len(outputs)))()
+        self._outputs = (ctypes.c_void_p * max(1, len(outputs)))()  # NULL where somebody has taken the output
+        self._all_taken = bytes(self._outputs)
         self._complete = (ctypes.c_void_p * 1)()
         self._lists = (ctypes.c_void_p * 2)(ctypes.addressof(self._arguments), ctypes.addressof(self._outputs))
         kept = tuple(index for index in range(num_args) if index not in set(self._donated))
@@ -232,10 +233,7 @@ class Execution(Handle):
         PjrtError when the plugin refuses or fails; the donated inputs are gone after that too.
         """
         self._alive()
-        if self._pending:
-            self._drop_outputs()
-        if self._complete[0] is not None:
-            self._drop_event()
+        self._drop_results()
         try:
             self._pack(self._arguments, 0, *map(_handle_of, self._bound))
         except struct.error:
@@ -248,8 +246,7 @@ class Execution(Handle):
                 buffer._handle = None
         if error:
             self._fail(error)
-        self._pending = len(self._specs)
-        live["buffers"] += self._pending
+        live["buffers"] += len(self._specs)
         live["events"] += 1
 
     def wait(self) -> None:
@@ -292,7 +289,6 @@ class Execution(Handle):
         if handle is None:
             raise HandleClosed(repr(self), f"output {index} was already taken, or no run produced it")
         self._outputs[index] = None
-        self._pending -= 1
         return handle
 
     def _destroy_buffer(self, handle: int) -> None:
@@ -302,12 +298,15 @@ class Execution(Handle):
         if error:
             self._client.plugin.check("PJRT_Buffer_Destroy", error)
 
-    def _drop_outputs(self) -> None:
-        for index, handle in enumerate(self._outputs):
-            if handle is not None:
-                self._outputs[index] = None
-                self._pending -= 1
-                self._destroy_buffer(handle)
+    def _drop_results(self) -> None:
+        """Destroy what is left of the last run. The arrays say what that is, also after an interrupted one."""
+        if bytes(self._outputs) != self._all_taken:
+            for index, handle in enumerate(self._outputs):
+                if handle is not None:
+                    self._outputs[index] = None
+                    self._destroy_buffer(handle)
+        if self._complete[0] is not None:
+            self._drop_event()
 
     def _drop_event(self) -> None:
         event, self._complete[0] = self._complete[0], None
@@ -336,12 +335,10 @@ class Execution(Handle):
         """Destroy the outputs that nobody took; the bound buffers are not this object's and stay as they are."""
         if self._handle is None:
             return
-        if self._pending:
-            self._drop_outputs()
-        if self._complete[0] is not None:
-            self._drop_event()
+        self._drop_results()
         self._handle = None
         self._bound = []
+        self._client._disown()
 
     def __repr__(self) -> str:
         return f"execution of {self._executable!r}"

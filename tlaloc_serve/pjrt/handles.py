@@ -55,4 +55,8 @@ class Handle:
         if self.closed or sys.is_finalizing():
             return
         warnings.warn(f"{self!r} was never closed", ResourceWarning, stacklevel=2, source=self)
+        self._abandon()
+
+    def _abandon(self) -> None:
+        """What becomes of a handle that was collected without having been closed."""
         self.close()

@@ -71,9 +71,8 @@ def _loaded_end(stream: BinaryIO) -> int:
     header = stream.read(64)
     if len(header) < 64 or header[4:6] != b"\x02\x01":
         return 64
-    (table,) = struct.unpack_from("<Q", header, 32)
-    entry, count = struct.unpack_from("<HH", header, 54)
-    end = table + entry * count
+    table, entry, count = struct.unpack_from("<Q14xHH", header, 32)
+    end = int(table + entry * count)
     stream.seek(table)
     for _ in range(count):
         segment = stream.read(entry)

@@ -117,7 +117,7 @@ class Plugin:
             # An error about reading an error: its text adds nothing, but it is ours to free.
             self.call("PJRT_Error_Destroy", abi.PJRT_Error_Destroy_Args(error=nested))
             code.code = 2
-        return int(code.code), text_at(message.message, message.message_size)
+        return int(code.code), text_at(message.message, message.message_size).strip()
 
     def attributes(self) -> dict[str, str | int | float | bool | tuple[int, ...]]:
         """What the plugin says about itself, such as `stablehlo_current_version`; empty where it says nothing."""
