@@ -62,17 +62,6 @@ class GgufTensor:
     offset: int  # bytes from the start of the file
     nbytes: int
 
-    @property
-    def count(self) -> int:
-        """Elements."""
-        return prod(self.dims)
-
-    @property
-    def row_bytes(self) -> int:
-        """Bytes of one row, a whole number of blocks."""
-        block, size = BLOCKS[self.type_name]
-        return self.dims[-1] // block * size
-
 
 class GgufFile:
     """An open GGUF file. A context manager; views given by `data` must be released before it closes."""
