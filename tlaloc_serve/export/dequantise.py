@@ -1,18 +1,20 @@
 """GGUF's tensor types to f32 or bf16 bytes, bit for bit what ggml's `dequantize_row_*` gives, standard library only.
 
 Rules. Every format here is `scale * code + offset` over groups of weights that share a scale. ggml computes it in
-f32; here it is computed in double and rounded once, which gives the same bits: a scale is an f16 (11 bits of
-mantissa, a multiple of 2^-24), times a sub-scale of at most 8 bits, times a code of at most 8 bits, so the product
-has at most 24 bits (ggml's f32 product is exact too) and the sum fits 53; only the last step of ggml rounds, and so
-does ours. Signs of zero follow from the same order of operations.
+f32; here it is computed in double and rounded once, which gives the same bits: a scale is an f16 (11 bits, a multiple
+of 2^-24), a code has at most 8 bits, and where there is a sub-scale too the three have at most 11 + 7 + 5 (-128 and -32
+are powers of two). So ggml's product is exact in f32, the sum is exact in double, and only the last step rounds, there
+and here. Signs of zero follow from the same order of operations.
 A scale that is infinite or NaN is refused: ggml's own validation calls such a block damaged.
 
 How it is fast without numpy. A weight that Python touches by itself costs 50 ns and more (CPython 3.10 to 3.13); Q4_1
-costs 30 here, Q8_0 of a real model 25, Q6_K, which is left with a product a weight, 60. Codes of 4 or 5 bits take few values a group, so a group's 16 or 32 results are computed once, by
-`map` over all groups of a chunk at a time. They are kept as four 256-byte tables, one a byte of the f32; 16 (or 8)
-groups share a table, told apart by a tag in the upper bits of the code, so `bytes.translate` looks up 512 weights a
-call and four calls give their bytes. What remains is copies with a stride, half a nanosecond a byte. Chunks hold
-2^18 weights: long enough that a Python statement a byte position is nothing, small enough for the cache.
+costs 30 here, Q8_0 of a real model 25, Q6_K, which is left with a product a weight, 60. Codes of 4 or 5 bits take few
+values a group, so a group's 16 or 32 results are computed once, by `map` over all groups of a chunk at a time. They
+are kept as four 256-byte tables, one a byte of the f32; 16 (or 8) groups share a table, told apart by a tag in the
+upper bits of the code, so `bytes.translate` looks up 512 weights a call and four calls give their bytes. Codes of 8
+bits have a table for each scale, kept from chunk to chunk: a tensor has a few hundred scales. What remains is copies
+with a stride, half a nanosecond a byte. Chunks hold 2^18 weights: long enough that a Python statement a byte position
+is nothing, small enough for the cache.
 """
 
 from __future__ import annotations
