@@ -65,7 +65,9 @@ class Config(unittest.TestCase):
         self.assertEqual(read(**mistral, num_key_value_heads=...).num_kv_heads, 8)
         self.assertEqual(read(**mistral).windows, (4096, 4096))
         qwen3 = {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"]}
-        self.assertEqual((read(**qwen3).head_dim, read(**qwen3).windows, read(**qwen3).qk_norm), (128, (None, None), True))
+        self.assertEqual(
+            (read(**qwen3).head_dim, read(**qwen3).windows, read(**qwen3).qk_norm), (128, (None, None), True)
+        )
 
     def test_the_architecture_alone_names_the_family(self) -> None:
         self.assertEqual(read(model_type=...).family, "llama")
@@ -117,8 +119,8 @@ class Config(unittest.TestCase):
         plain = read()
         for key, value in {
             "torch_dtype": "float16", "dtype": "float32", "transformers_version": "4.31.0", "use_cache": True,
-            "initializer_range": 0.02, "pad_token_id": 0, "image_token_id": 7, "_name_or_path": "x", "attention_dropout": 0.1,
-            "resid_pdrop": 0.1, "pretraining_tp": 1, "rope_interleaved": False, "is_llama_config": True,
+            "initializer_range": 0.02, "pad_token_id": 0, "image_token_id": 7, "_name_or_path": "x",
+            "attention_dropout": 0.1, "resid_pdrop": 0.1, "pretraining_tp": 1, "rope_interleaved": False, "is_llama_config": True,
             "transformers.js_config": {"dtype": "q4"}, "quantization_config": None, "num_experts": 0,
             "some_new_switch": False, "some_new_list": [], "partial_rotary_factor": 1.0,
         }.items():  # fmt: skip
@@ -136,11 +138,30 @@ class Config(unittest.TestCase):
         for key in ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "vocab_size"):
             with self.subTest(key):
                 self.refused(key, "missing key", **{key: ...})
-        self.refused("model_type", "architecture not supported", model_type="mixtral", architectures=["MixtralForCausalLM"])
+        self.refused(
+            "model_type", "architecture not supported", model_type="mixtral", architectures=["MixtralForCausalLM"]
+        )
 
     def test_a_value_of_any_kind_is_read_or_refused_never_a_crash(self) -> None:
         draw = random.Random(11)
-        kinds: list[Any] = [None, True, False, 0, -3, 1.5, 2**70, "", "x", [], [3], [[1]], [{}], {}, {"a": {}}, {"type": []}]
+        kinds: list[Any] = [
+            None,
+            True,
+            False,
+            0,
+            -3,
+            1.5,
+            2**70,
+            "",
+            "x",
+            [],
+            [3],
+            [[1]],
+            [{}],
+            {},
+            {"a": {}},
+            {"type": []},
+        ]
         keys = [*tiny.CONFIG, "rope_scaling", "rope_parameters", "layer_types", "sliding_window", "use_sliding_window",
                 "head_dim", "attention_bias", "num_experts", "anything"]  # fmt: skip
         for _ in range(3000):
@@ -171,7 +192,9 @@ class Rope(unittest.TestCase):
             {"rope_theta": 5e5, "rope_scaling": {**scaling, "partial_rotary_factor": 1.0}},
         ):
             self.assertEqual(read_rope(config, "c"), want)
-        self.assertEqual(read_rope({"rope_scaling": None, "rope_theta": 7.0}, "c"), {"rope_type": "default", "rope_theta": 7.0})
+        self.assertEqual(
+            read_rope({"rope_scaling": None, "rope_theta": 7.0}, "c"), {"rope_type": "default", "rope_theta": 7.0}
+        )
         self.assertEqual(read_rope({}, "c"), {"rope_type": "default", "rope_theta": 10000.0})
         self.assertEqual(
             read_rope({"rope_scaling": {"type": "linear", "factor": 2}}, "c"),

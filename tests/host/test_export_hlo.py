@@ -21,8 +21,8 @@ from tlaloc_serve.export.llama import llama_body
 
 # Ops of the StableHLO specification that the bodies may use.
 OPS = {
-    "add", "and", "broadcast_in_dim", "compare", "concatenate", "constant", "convert", "cosine", "divide", "dot_general",
-    "exponential", "gather", "iota", "logistic", "maximum", "multiply", "reduce", "remainder", "reshape", "return",
+    "add", "and", "broadcast_in_dim", "compare", "concatenate", "constant", "convert", "cosine", "divide",
+    "dot_general", "exponential", "gather", "iota", "logistic", "maximum", "multiply", "reduce", "remainder", "reshape", "return",
     "rsqrt", "scatter", "select", "sine", "slice", "subtract", "transpose",
 }  # fmt: skip
 SMOLLM2 = {
@@ -58,8 +58,8 @@ def body(document: dict[str, object], kind: str, dtype: str = "f32") -> str:
 class Literals(unittest.TestCase):
     def test_known_literals(self) -> None:
         for number, text in ((1.0, "1.0"), (0.1, "0.1"), (1e-5, "1.0e-05"), (-0.0, "-0.0"), (1 / 3, "0.33333334"),
-                             (0.5**0.5, "0.70710677"), (3.4028234663852886e38, "3.4028235e+38"), (16777216.0, "16777216.0"),
-                             (1e-45, "1.0e-45")):  # fmt: skip
+                             (0.5**0.5, "0.70710677"), (3.4028234663852886e38, "3.4028235e+38"),
+                             (16777216.0, "16777216.0"), (1e-45, "1.0e-45")):  # fmt: skip
             self.assertEqual(f32_text(number), text)
 
     def test_shortest_that_reads_back(self) -> None:
@@ -115,8 +115,8 @@ class Ops(unittest.TestCase):
 
 class Bodies(unittest.TestCase):
     def test_only_ops_of_the_specification(self) -> None:
-        families = ({}, {"model_type": "qwen2"}, {"model_type": "qwen3"}, {"model_type": "mistral", "sliding_window": 64},
-                    {"attention_bias": True, "mlp_bias": True}, {"num_key_value_heads": 9})  # fmt: skip
+        families = ({}, {"model_type": "qwen2"}, {"model_type": "qwen3"},
+                    {"model_type": "mistral", "sliding_window": 64}, {"attention_bias": True, "mlp_bias": True}, {"num_key_value_heads": 9})  # fmt: skip
         for changes in families:
             for kind in ("decode", "prefill"):
                 for dtype in ("f32", "bf16"):
@@ -132,7 +132,9 @@ class Bodies(unittest.TestCase):
     def test_matrices_are_multiplied_in_their_dtype(self) -> None:
         for dtype, operand in (("f32", "f32"), ("bf16", "bf16")):
             text = body({**SMOLLM2, "num_hidden_layers": 1}, "decode", dtype)
-            wide = [line for line in text.splitlines() if "dot_general" in line and f"(tensor<2x576x{operand}>, " in line]
+            wide = [
+                line for line in text.splitlines() if "dot_general" in line and f"(tensor<2x576x{operand}>, " in line
+            ]
             self.assertEqual(len(wide), 4)  # qkv, o, gate and up, head
             for line in wide:
                 self.assertRegex(line, rf"tensor<2x576x{operand}>, tensor<\d+x576x{operand}>\) -> tensor<2x\d+xf32>")

@@ -36,7 +36,9 @@ class Reader(unittest.TestCase):
         self.path.write_bytes(tiny.pack({"a": ("F32", (2, 3), bytes(range(24))), "b": ("BF16", (4,), b"12345678")}))
         found = read_header(self.path)
         data = self.path.read_bytes()
-        self.assertEqual({name: (t.dtype, t.dims) for name, t in found.items()}, {"a": ("F32", (2, 3)), "b": ("BF16", (4,))})
+        self.assertEqual(
+            {name: (t.dtype, t.dims) for name, t in found.items()}, {"a": ("F32", (2, 3)), "b": ("BF16", (4,))}
+        )
         self.assertEqual(data[found["a"].offset :][: found["a"].byte_length], bytes(range(24)))
         self.assertEqual(data[found["b"].offset :][: found["b"].byte_length], b"12345678")
 

@@ -8,6 +8,7 @@ Where no child can be started the job runs in the thread.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pathlib
 import pickle
@@ -52,7 +53,8 @@ class Workers:
             child.wait()
             for pipe in (child.stdin, child.stdout):
                 if pipe is not None:
-                    pipe.close()
+                    with contextlib.suppress(OSError):  # what a dead child did not read is still in its buffer
+                        pipe.close()
 
     def submit(self, jobs: Sequence[Job]) -> dict[Future[Staged], int]:
         """Begin the jobs, large ones first. Returns each one's future with the index of its job."""
