@@ -114,8 +114,11 @@ class Roles(unittest.TestCase):
 class Markup(unittest.TestCase):
     """What a user writes never becomes a control token, whatever stands around it."""
 
-    def setUp(self) -> None:
-        self.tokenizer = Tokenizer.from_file(shared("checkpoints", "tokenizers", "smollm2", "tokenizer.json"))
+    tokenizer: Tokenizer
+
+    @classmethod
+    def setUpClass(cls) -> None:
+        cls.tokenizer = Tokenizer.from_file(shared("checkpoints", "tokenizers", "smollm2", "tokenizer.json"))
 
     def test_ids_are_those_of_the_whole_text_for_harmless_messages(self) -> None:
         for which in CHATS.values():

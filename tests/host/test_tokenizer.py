@@ -131,6 +131,19 @@ class Small(unittest.TestCase):
                     self.assertEqual(tokenizer.decode(answer["parsed"]), answer["skipped"])
                     self.assertEqual("".join(streamed(tokenizer, answer["parsed"], True)), answer["skipped"])
 
+    def test_a_token_whose_spaces_were_taken_already_is_dropped(self) -> None:
+        """Found by the differential run: `rstrip` of one token takes the white space that is the next token."""
+        case = SMALL["cases"][0]
+        file = {**case["file"], "model": SMALL["models"][case["model"]]}
+        flags = {"special": False, "normalized": False, "single_word": False}
+        file["added_tokens"] = [*file["added_tokens"],
+                                {"id": 323, "content": "<a>", "lstrip": False, "rstrip": True, **flags},
+                                {"id": 324, "content": "  ", "lstrip": True, "rstrip": False, **flags}]
+        tokenizer = Tokenizer.from_bytes(json.dumps(file).encode(), "spaces")
+        x, y = tokenizer.token_to_id("x"), tokenizer.token_to_id("y")
+        for text, want in (("x<a>  ", [x, 323]), ("x<a>  y", [x, 323, y]), ("x  <a> y", [x, 324, 323, y])):
+            self.assertEqual(tokenizer.encode(text), want, text)
+
     def test_both_spellings_of_merges(self) -> None:
         case = SMALL["cases"][0]
         model = SMALL["models"][case["model"]]

@@ -103,12 +103,14 @@ class AddedTokens:
             if token.lstrip:
                 while start > end and text[start - 1] in SPACES:
                     start -= 1
+                start = max(start, end)
             if token.rstrip:
                 while stop < len(text) and text[stop] in SPACES:
                     stop += 1
             if start > end:
                 yield text[end:start], at_start and end == 0
-            yield token.id
+            if start < stop:  # not if the token before has taken all of it as white space
+                yield token.id
             end = stop
         if end < len(text):
             yield text[end:], at_start and end == 0
