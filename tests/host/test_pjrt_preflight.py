@@ -255,6 +255,17 @@ class LogTest(Case):
         self.assertEqual(sorted(done.stderr.splitlines()), ["native", "shown"])
         self.assertEqual(done.stdout, "''\ndied of SIGILL while loading and initialising it\n")
 
+    def test_the_user_may_name_the_log(self) -> None:
+        named = str(self.folder / "my.log")
+        path = self.file(elf.shared_object(elf.complain_and_trap(b"probed\n")))
+        self.assertIn(f"what it wrote is in {named}", self.probe(path, log=named).message)
+        self.run_script(f"with preflight.redirect_stderr(plugin, environ, {named!r}) as path:\n"
+                        f"    os.write(2, b'native\\n'); assert path == {named!r}")
+        self.assertEqual(pathlib.Path(named).read_text(), "probed\nnative\n")
+        for unusable in (str(self.folder), str(self.folder / "absent" / "my.log")):
+            with self.assertRaisesRegex(RequestError, "--plugin-log: cannot write to"):
+                self.probe(path, log=unusable)
+
     def test_a_replaced_sys_stderr_is_left_alone(self) -> None:
         done = self.run_script(
             "import io\nsys.stderr = io.StringIO()\nwith preflight.redirect_stderr(plugin, environ):\n"

@@ -16,6 +16,7 @@ from tlaloc_serve.errors import PluginError
 from tlaloc_serve.pjrt import fetch as module
 from tlaloc_serve.pjrt.fetch import PINS, Pin, fetch
 from tlaloc_serve.pjrt.locate import PLUGIN_PATH
+from tlaloc_serve.pjrt.platforms import kind_of
 from tlaloc_serve.pjrt.plugin import Plugin
 from tlaloc_serve.pjrt.preflight import Choice, choose, probe, survey
 
@@ -65,6 +66,16 @@ class ProbeTest(unittest.TestCase):
             result = choose(platform_name, path, 20.0, self.environ)
             assert isinstance(result, Choice)
             self.assertEqual((result.path, result.probe.platform_name), (path, "cpu"))
+
+    def test_plugins_whose_device_this_machine_lacks(self) -> None:
+        """For the files in $TLALOC_TEST_PJRT_NO_DEVICE (cuda, rocm, tpu), which are too big to be required here."""
+        for path in filter(None, os.environ.get("TLALOC_TEST_PJRT_NO_DEVICE", "").split(os.pathsep)):
+            with self.subTest(plugin=path):
+                kind = kind_of(path)
+                result = probe(path, kind or "auto", 4.0 if kind == "tpu" else 20.0, self.environ)
+                self.assertEqual(result.reason, "timeout" if kind == "tpu" else "no_device", result.message)
+                self.assertNotIn("\n", result.message)
+                self.assertEqual(list(pathlib.Path(self.environ["TLALOC_CACHE_DIR"]).glob("preflight/*")), [])
 
     def test_half_a_plugin(self) -> None:
         path = os.path.join(self.environ["TLALOC_CACHE_DIR"], "half.so")

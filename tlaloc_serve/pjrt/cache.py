@@ -13,6 +13,8 @@ import pathlib
 import tempfile
 from collections.abc import Mapping
 
+from tlaloc_serve.errors import RequestError
+
 CACHE_DIR = "TLALOC_CACHE_DIR"
 # A log that has grown past this is started afresh by the next process that opens it.
 _LOG_LIMIT_BYTES = 1 << 20
@@ -48,10 +50,21 @@ def write_whole(path: pathlib.Path, data: bytes) -> None:
         raise
 
 
-def open_log(plugin: str | os.PathLike[str], environ: Mapping[str, str]) -> tuple[int, str]:
-    """A descriptor that appends to the log file of `plugin`, and the file's path. The caller closes it."""
-    path = cache_folder(environ) / "logs" / f"{pathlib.PurePath(plugin).stem}-{file_key(plugin)}.log"
+def open_log(
+    plugin: str | os.PathLike[str], environ: Mapping[str, str], named: str | None = None
+) -> tuple[int, str]:
+    """A descriptor that appends to the log file of `plugin`, and the file's path. The caller closes it.
+
+    `named` is the file that the user wants it in; RequestError when that cannot be written.
+    """
     flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
+    if named is not None:
+        try:
+            return os.open(named, flags, 0o600), named
+        except OSError as error:
+            raise RequestError("--plugin-log", f"cannot write to {named}", got=error.strerror,
+                               todo="name another file, or - for the screen") from None
+    path = cache_folder(environ) / "logs" / f"{pathlib.PurePath(plugin).stem}-{file_key(plugin)}.log"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         handle = os.open(path, flags, 0o600)

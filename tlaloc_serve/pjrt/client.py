@@ -14,7 +14,8 @@ from typing import NoReturn
 from tlaloc_serve.errors import OutOfMemory, PjrtError, PluginError, RequestError
 from tlaloc_serve.pjrt import abi
 from tlaloc_serve.pjrt.buffer import Buffer, Event
-from tlaloc_serve.pjrt.executable import Executable, Execution
+from tlaloc_serve.pjrt.executable import Executable
+from tlaloc_serve.pjrt.execution import Execution
 from tlaloc_serve.pjrt.handles import Handle, live
 from tlaloc_serve.pjrt.host import HostView, element_type, int64_array, nbytes_of
 from tlaloc_serve.pjrt.plugin import Plugin, text_at

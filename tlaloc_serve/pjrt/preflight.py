@@ -147,7 +147,8 @@ def survey(
 def redirect_stderr(plugin: str, environ: Mapping[str, str] | None = None, log: str | None = None) -> Iterator[str]:
     """Send what native code writes to stderr into the log of `plugin`, and yield that file's path.
 
-    Python's own `sys.stderr` still reaches the screen. With `log` `-` nothing is redirected and the path is empty.
+    Python's own `sys.stderr` still reaches the screen. `log` names another file (RequestError when it cannot be
+    written); with `-` nothing is redirected and the path is empty.
     """
     if log == "-":
         yield ""
@@ -155,7 +156,7 @@ def redirect_stderr(plugin: str, environ: Mapping[str, str] | None = None, log: 
     python_stderr = sys.stderr
     if python_stderr is not None:
         python_stderr.flush()
-    handle, path = cache.open_log(plugin, os.environ if environ is None else environ)
+    handle, path = cache.open_log(plugin, os.environ if environ is None else environ, log)
     screen = os.dup(2)
     try:
         os.dup2(handle, 2)

@@ -77,8 +77,9 @@ def probe(
 ) -> ProbeResult:
     """Open the plugin `path` and a client of it in a child process that is killed after `timeout_s` seconds.
 
-    `kind` is the platform it was asked for, see `open_client`. `log` is `-` to let the plugin write to the screen.
-    `fresh` asks again although a good answer is remembered. Never raises for what the plugin does.
+    `kind` is the platform it was asked for, see `open_client`. What the plugin writes goes to its log in the cache
+    folder, to the file `log`, or to the screen when that is `-`. `fresh` asks again although a good answer is
+    remembered. Never raises for what the plugin does; RequestError when the file `log` cannot be written.
     """
     environ = os.environ if environ is None else environ
     record = cache.cache_folder(environ) / "preflight" / f"{cache.file_key(path)}.json"
@@ -88,7 +89,7 @@ def probe(
     if log == "-":
         result = _ask(path, kind, timeout_s, environ, 2, "")
     else:
-        handle, name = cache.open_log(path, environ)
+        handle, name = cache.open_log(path, environ, log)
         try:
             result = _ask(path, kind, timeout_s, environ, handle, name)
         finally:
