@@ -130,6 +130,21 @@ class ClientTest(Case):
         with self.assertRaises(HandleClosed), client:
             self.fail("entered a closed client")
 
+    def test_children_close_in_order(self) -> None:
+        fake, client = self.open()
+        program = self.compile(client)
+        buffer = self.buffer(client, 1, 2)
+        event = buffer.start_read(bytearray(8))
+        self.addCleanup(event.close)
+        self.assertFalse(program.closed)
+        fake.calls.clear()
+        client.close()
+        self.assertEqual(
+            [call for call in fake.calls if call.endswith("_Destroy")],
+            ["PJRT_Event_Destroy", "PJRT_Buffer_Destroy", "PJRT_Executable_Destroy", "PJRT_LoadedExecutable_Destroy",
+             "PJRT_Client_Destroy"],
+        )
+
     def test_forgotten_handles_warn_and_are_destroyed(self) -> None:
         fake, client = self.open()
         for make in (lambda: client.buffer_from_host(floats(1, 2), *F2), lambda: client.compile(b"step", b"")):
@@ -304,6 +319,7 @@ class BufferTest(Case):
             mapping = mmap.mmap(file.fileno(), 8, access=mmap.ACCESS_READ)
         buffer = client.buffer_from_host(mapping, *F2, zero_copy=True)
         self.assertEqual(fake.semantics, [abi.IMMUTABLE_ZERO_COPY])
+        fake.finish_transfers()  # a plugin that copied after all says so early: the contract stays the same
         client.buffer_from_host(b"\0", "u8", (1,)).close()
         with self.assertRaises(BufferError):
             mapping.close()
@@ -407,6 +423,24 @@ class ExecutionTest(Case):
         with self.assertRaisesRegex(HandleClosed, "output 0 was already taken, or no run produced it"):
             execution.take(0)
         self.assertEqual((fake.errors_made, fake.errors_destroyed), (1, 1))
+
+    def test_interrupt_as_the_call_returns_leaves_nothing_behind(self) -> None:
+        fake, client = self.open()
+        execution, first, _ = self.step(client)
+        execute = execution._execute
+
+        def interrupted(args: int) -> None:
+            execute(args)
+            raise KeyboardInterrupt
+
+        execution._execute = interrupted
+        with self.assertRaises(KeyboardInterrupt):
+            execution.run()
+        self.assertTrue(first.donated)
+        self.assertEqual(live["buffers"] - self.before["buffers"], 4)
+        execution.close()
+        self.assertEqual(fake.arrays(), 2)
+        self.assertEqual(live["buffers"] - self.before["buffers"], 2)
 
     def test_failure_on_the_device_surfaces_in_wait(self) -> None:
         _, client = self.open(errors={"complete": [(abi.RESOURCE_EXHAUSTED, "late")]})

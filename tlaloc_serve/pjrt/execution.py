@@ -125,16 +125,20 @@ class Execution(Handle):
             self._pack(self._arguments, 0, *map(_handle_of, self._bound))
         except struct.error:
             self._raise_dead_argument()
-        error = self._execute(self._args_address)
-        for index in self._donated:
-            buffer = self._bound[index]
-            if isinstance(buffer, Buffer) and buffer._handle is not None:
-                buffer._spent = buffer._handle
-                buffer._handle = None
+        error = None
+        try:
+            error = self._execute(self._args_address)
+        finally:  # an interrupt may arrive as the call returns
+            for index in self._donated:
+                buffer = self._bound[index]
+                if isinstance(buffer, Buffer) and buffer._handle is not None:
+                    buffer._spent = buffer._handle
+                    buffer._handle = None
+            if not error and self._complete[0] is not None:
+                live["buffers"] += len(self._specs)
+                live["events"] += 1
         if error:
             self._fail(error)
-        live["buffers"] += len(self._specs)
-        live["events"] += 1
 
     def wait(self) -> None:
         """Block until the device has finished the last run; raises PjrtError when it failed there."""
