@@ -242,7 +242,9 @@ def _only_byte_level_matters(before: list[Component], tokens: Collection[str]) -
             return False
         if _IN_ALPHABET.fullmatch(looked_for):
             return False
-    return all(_IN_ALPHABET.fullmatch(token) and not _BYTE_TOKEN.fullmatch(token) for token in tokens)
+    if any(token.startswith("<0x") and _BYTE_TOKEN.fullmatch(token) for token in tokens):
+        return False
+    return bool(_IN_ALPHABET.fullmatch("".join(tokens)))
 
 
 def _strip_start(content: str, count: int, token: str) -> str:
