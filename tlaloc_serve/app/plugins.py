@@ -5,10 +5,13 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import sys
 from collections.abc import Iterator
 
 from tlaloc_serve.app.report import size_text
 from tlaloc_serve.app.serve import add_plugin_arguments
+from tlaloc_serve.pjrt.cache import cache_folder
+from tlaloc_serve.pjrt.fetch import fetch
 from tlaloc_serve.pjrt.preflight import ProbeResult, Survey, survey
 
 
@@ -20,9 +23,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     if options.fetch:
-        from tlaloc_serve.pjrt.fetch import fetch
-
-        path = fetch(options.fetch, os.environ)
+        path = fetch(options.fetch, cache_folder(os.environ), log=_to_stderr)
         print(json.dumps({"plugin": str(path)}) if options.json else f"plugin  {path}")
         return 0
     found = survey(options.preflight_timeout, explicit=options.plugin, log=options.plugin_log)
@@ -32,6 +33,10 @@ def run(options: argparse.Namespace) -> int:
         for line in survey_lines(found):
             print(line)
     return 0
+
+
+def _to_stderr(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
 
 
 def survey_lines(found: Survey) -> Iterator[str]:
