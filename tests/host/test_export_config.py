@@ -120,7 +120,8 @@ class Config(unittest.TestCase):
         for key, value in {
             "torch_dtype": "float16", "dtype": "float32", "transformers_version": "4.31.0", "use_cache": True,
             "initializer_range": 0.02, "pad_token_id": 0, "image_token_id": 7, "_name_or_path": "x",
-            "attention_dropout": 0.1, "resid_pdrop": 0.1, "pretraining_tp": 1, "rope_interleaved": False, "is_llama_config": True,
+            "attention_dropout": 0.1, "resid_pdrop": 0.1, "pretraining_tp": 1, "rope_interleaved": False,
+            "is_llama_config": True,
             "transformers.js_config": {"dtype": "q4"}, "quantization_config": None, "num_experts": 0,
             "some_new_switch": False, "some_new_list": [], "partial_rotary_factor": 1.0,
         }.items():  # fmt: skip

@@ -22,7 +22,8 @@ from tlaloc_serve.export.llama import llama_body
 # Ops of the StableHLO specification that the bodies may use.
 OPS = {
     "add", "and", "broadcast_in_dim", "compare", "concatenate", "constant", "convert", "cosine", "divide",
-    "dot_general", "exponential", "gather", "iota", "logistic", "maximum", "multiply", "reduce", "remainder", "reshape", "return",
+    "dot_general", "exponential", "gather", "iota", "logistic", "maximum", "multiply", "reduce", "remainder", "reshape",
+    "return",
     "rsqrt", "scatter", "select", "sine", "slice", "subtract", "transpose",
 }  # fmt: skip
 SMOLLM2 = {
@@ -116,7 +117,8 @@ class Ops(unittest.TestCase):
 class Bodies(unittest.TestCase):
     def test_only_ops_of_the_specification(self) -> None:
         families = ({}, {"model_type": "qwen2"}, {"model_type": "qwen3"},
-                    {"model_type": "mistral", "sliding_window": 64}, {"attention_bias": True, "mlp_bias": True}, {"num_key_value_heads": 9})  # fmt: skip
+                    {"model_type": "mistral", "sliding_window": 64},
+                    {"attention_bias": True, "mlp_bias": True}, {"num_key_value_heads": 9})  # fmt: skip
         for changes in families:
             for kind in ("decode", "prefill"):
                 for dtype in ("f32", "bf16"):
