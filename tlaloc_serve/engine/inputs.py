@@ -7,55 +7,61 @@ them is padded the same way.
 
 from __future__ import annotations
 
-import ctypes
-from dataclasses import dataclass
+from array import array
 
-from tlaloc_serve.artifact.manifest import Entry, Role
+from tlaloc_serve.artifact.manifest import POOL_OUTPUT_OF, Entry, Role
 from tlaloc_serve.engine.pages import DROPPED_SLOT, SCRATCH_PAGE, page_of, pages_for, slot_of
 from tlaloc_serve.engine.scheduler import Batch, Row
-from tlaloc_serve.pjrt.client import Buffer, Client, Execution
+from tlaloc_serve.pjrt.client import Client, Execution
+from tlaloc_serve.pjrt.upload import Upload
 
 _PADDING = {Role.SEQ_LENS: 1, Role.SLOT_MAPPING: DROPPED_SLOT, Role.WINDOW_SLOT_MAPPING: DROPPED_SLOT}
 
 
-@dataclass
 class _Input:
-    """One input slot: its place in the call, its host memory (int32), what it holds on the device now."""
+    """One input slot: an array of int32 on the host and what of it is on the device."""
 
-    index: int
-    dims: tuple[int, ...]
-    memory: ctypes.Array[ctypes.c_int32]
-    values: list[int] | None = None
-    buffer: Buffer | None = None
+    def __init__(self, client: Client, dims: tuple[int, ...]):
+        self._upload = Upload(client, "i32", dims)
+        self._ints = memoryview(self._upload.memory).cast("B").cast("i")
+        self._sent: list[int] | None = None
+        self.buffer = self._upload.buffer
+        self.close = self._upload.close
+
+    def __len__(self) -> int:
+        return len(self._ints)
+
+    def set(self, values: list[int]) -> None:
+        """Send `values`, all of them, unless they are there already."""
+        if values != self._sent:
+            self._ints[:] = array("i", values)
+            self._upload.send()
+            self._sent = values
 
 
 class StepInputs:
-    """Fills and uploads the integer inputs of one entry. Owns one device buffer a slot, replaced only on change."""
+    """Fills and uploads the integer inputs of one entry; each keeps one device buffer, bound to the execution."""
 
     def __init__(self, entry: Entry, client: Client, execution: Execution):
         self._entry = entry
-        self._client = client
-        self._execution = execution
         self._page_size = entry.context // entry.max_blocks_per_seq
         self._inputs: dict[str, _Input] = {}
         self._tables: object = None
         for index, slot in enumerate(entry.inputs):
-            if slot.type.dtype == "i32" and slot.role not in (Role.WEIGHT, Role.KV_POOL_IN, Role.WINDOW_KV_POOL_IN):
-                memory = (ctypes.c_int32 * (slot.type.byte_length // 4))()
-                self._inputs[slot.role] = _Input(index, slot.type.dims, memory)
+            if slot.role not in (Role.WEIGHT, *POOL_OUTPUT_OF):
+                self._inputs[slot.role] = _Input(client, slot.type.dims)
+                execution.bind(index, self._inputs[slot.role].buffer)
 
     def close(self) -> None:
+        """Destroy the device buffers; idempotent."""
         for item in self._inputs.values():
-            if item.buffer is not None:
-                item.buffer.close()
+            item.close()
 
     def fill(self, batch: Batch) -> None:
         """Write a batch of at most `entry.batch` rows, each of at most `entry.tokens_per_seq` tokens."""
         width = self._entry.tokens_per_seq
         values = {
-            role: [_PADDING.get(role, 0)] * len(item.memory)
-            for role, item in self._inputs.items()
-            if "TABLES" not in role
+            role: [_PADDING.get(role, 0)] * len(item) for role, item in self._inputs.items() if "TABLES" not in role
         }
         for number, row in enumerate(batch.rows):
             end = (number + 1) * width
@@ -76,7 +82,7 @@ class StepInputs:
             if Role.WINDOW_BLOCK_TABLES in self._inputs:
                 values[Role.WINDOW_BLOCK_TABLES] = self._table([row.ring for row in batch.rows], batch.rows)
         for role, items in values.items():
-            self._upload(self._inputs[role], items)
+            self._inputs[role].set(items)
 
     def _table(self, pages: list[tuple[int, ...]], rows: tuple[Row, ...]) -> list[int]:
         width = self._entry.max_blocks_per_seq
@@ -85,13 +91,3 @@ class StepInputs:
             blocks = range(pages_for(row.end, self._page_size))
             table[number * width : number * width + len(blocks)] = [page_of(block, pages[number]) for block in blocks]
         return table
-
-    def _upload(self, item: _Input, values: list[int]) -> None:
-        if values == item.values:
-            return
-        item.memory[:] = values  # type: ignore[assignment]  # typeshed wants c_int32 items; ctypes takes ints
-        fresh = self._client.buffer_from_host(item.memory, "i32", item.dims)
-        self._execution.bind(item.index, fresh)
-        if item.buffer is not None:
-            item.buffer.close()
-        item.buffer, item.values = fresh, values
