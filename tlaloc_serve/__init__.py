@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -36,16 +37,22 @@ def open(
     plugin: str | None = None,
     verify_weights: bool = False,
     preflight_timeout: float = 20.0,
+    compile_cache: bool = True,
+    xla_options: Mapping[str, str] | None = None,
 ) -> Engine:
     """Open the artifact at `path` on the first plugin that has a device; the engine is a context manager.
 
     `platform` is auto, cuda, rocm, tpu or cpu; `plugin` names the plugin file. The artifact is checked before a plugin
     is looked for. `preflight_timeout` bounds, in seconds, the child process that opens a plugin the first time.
+    Compiled programs are kept below the user's cache folder and used again, unless `compile_cache` is False.
+    `xla_options` are XLA debug options by name, their values as text.
 
     Raises ArtifactError for a damaged artifact, PluginError when the plugin is broken or this machine has none with a
     device, PjrtError when the plugin refuses a client. Nothing is printed; a plugin may write to stderr.
     """
     from tlaloc_serve.artifact.store import open_artifact
+    from tlaloc_serve.engine.compiler import Compiler
+    from tlaloc_serve.engine.executables import ExecutableCache
     from tlaloc_serve.engine.generate import Engine
     from tlaloc_serve.errors import PluginError
     from tlaloc_serve.pjrt.preflight import NothingToRunOn, choose
@@ -56,4 +63,5 @@ def open(
         raise PluginError(f"platform {platform}", f"nothing to run on\n{choice.text}")
     with contextlib.ExitStack() as stack:
         client = stack.enter_context(choice.open_client())
-        return Engine(artifact, client, stack.pop_all())
+        compiler = Compiler(client, xla_options, ExecutableCache.of_user(os.environ) if compile_cache else None)
+        return Engine(artifact, client, stack.pop_all(), compiler=compiler)

@@ -23,7 +23,10 @@ ROOMS = {
     "__main__": {"app"},
 }
 # In `engine`, a module imports only what stands before it; those before `runner` know no device.
-ENGINE_ORDER = ("pages", "sampling", "scheduler", "selection", "inputs", "logits", "runner", "generate")
+ENGINE_ORDER = (
+    "pages", "sampling", "scheduler", "selection", "executables", "fingerprint", "compiler", "inputs", "logits",
+    "runner", "generate",
+)  # fmt: skip
 WITHOUT_DEVICES = {"pages", "sampling", "scheduler", "selection"}
 TOP_LEVEL = {"tlaloc_serve", "serve.py", "tests", "pyproject.toml", "README.md", "examples", "LICENSE"}
 

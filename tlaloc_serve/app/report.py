@@ -13,6 +13,7 @@ from typing import Any
 
 from tlaloc_serve.artifact.manifest import Ladder
 from tlaloc_serve.artifact.store import Artifact
+from tlaloc_serve.engine.compiler import Compilation
 from tlaloc_serve.engine.generate import Engine, Finished, RunReport, Step
 
 FRAMEWORKS = ("jax", "torch", "numpy", "transformers")
@@ -81,6 +82,17 @@ def step_facts(step: Step) -> Facts:
         ],
         "ms": round(step.seconds * 1e3, 3),
         "compileMs": round(step.compile_seconds * 1e3, 3),
+        "cached": step.cached,
+    }
+
+
+def compilation_facts(item: Compilation) -> Facts:
+    return {
+        "name": item.what,
+        "cached": item.cached,
+        "ms": round(item.seconds * 1e3, 3),
+        "options": dict(item.options),
+        "reasons": dict(item.reasons),
     }
 
 
@@ -90,7 +102,10 @@ def run_facts(report: RunReport, max_new_given: bool) -> Facts:
         "sequences": [_sequence_facts(report, number, max_new_given) for number in range(len(report.prompts))],
         "steps": [step_facts(step) for step in report.steps],
         "compiles": report.compiles,
+        "cacheHits": report.cache_hits,
         "pickCompiles": report.pick_compiles,
+        "executables": [compilation_facts(item) for item in report.compilations],
+        "warnings": list(report.warnings),
         "firstStepMs": round(report.steps[0].seconds * 1e3, 3) if report.steps else None,
         "medianStepMs": None if median is None else round(median * 1e3, 3),
     }
@@ -153,7 +168,8 @@ def step_lines(step: Facts, many: bool) -> Iterator[str]:
         which = f"[{row['sequence']}] " if many else ""
         argmax = "" if row["argmax"] is None else f" -> argmax {row['argmax']}"
         text = f"  step {step['step']:<3} {which}{row['source']:<6} {what}{argmax}"
-        compiled = f"  (compiled {step['entry']})" if step["compileMs"] else ""
+        how = "cached" if step["cached"] else "compiled"
+        compiled = f"  ({how} {step['entry']})" if step["compileMs"] else ""
         yield f"{text:<56} {step['ms']:>8.1f} ms{compiled}"
 
 
@@ -171,9 +187,31 @@ def footer_lines(facts: Facts) -> Iterator[str]:
         detail = f": {sequence['detail']}" if sequence["detail"] else ""
         yield _line(f"ended{which}", f"{sequence['reason']}{detail}", 0)
     yield _line("XLA compiles", f"{facts['compiles']} (one per distinct ladder point actually touched)", 0)
+    yield from _compile_lines(facts)
     if facts["firstStepMs"] is not None:
-        yield _line("first step", f"{facts['firstStepMs']:.0f} ms (weight upload + compile)", 0)
+        cached = facts["steps"][0]["cached"]
+        made = "compiled program from the cache" if cached else "compile"
+        yield _line("first step", f"{facts['firstStepMs']:.0f} ms (weight upload + {made})", 0)
         yield _line("median step", f"{facts['medianStepMs']:.2f} ms", 0)
+
+
+def _compile_lines(facts: Facts) -> Iterator[str]:
+    """Where each program came from and what it was compiled with."""
+    made = [
+        f"{item['name']} {'cached' if item['cached'] else 'compiled'} {item['ms']:.0f} ms"
+        for item in facts["executables"]
+    ]
+    if made:
+        yield _line("programs", ", ".join(made), 0)
+    users: dict[tuple[str, str], list[str]] = {}
+    for item in facts["executables"]:
+        for name, value in item["options"].items():
+            reason = item["reasons"].get(name, "asked for")
+            users.setdefault((f"{name}={value}", reason), []).append(item["name"])
+    for (option, reason), names in users.items():
+        yield _line("XLA option", f"{option} for {', '.join(names)}: {reason}", 0)
+    for warning in facts["warnings"]:
+        yield _line("warning", warning, 0)
 
 
 def _line(label: str, text: object, indent: int = 2) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import os
 import pathlib
 import signal
 import sys
@@ -18,9 +19,12 @@ from types import FrameType
 from tlaloc_serve.app import report
 from tlaloc_serve.app.text import Text
 from tlaloc_serve.artifact.store import Artifact, open_artifact
+from tlaloc_serve.engine.compiler import Compiler
+from tlaloc_serve.engine.executables import ExecutableCache
 from tlaloc_serve.engine.generate import Engine, Staged, Step
 from tlaloc_serve.engine.scheduler import Reason, Scheduler
 from tlaloc_serve.errors import RequestError
+from tlaloc_serve.pjrt.client import Client
 from tlaloc_serve.pjrt.platforms import PLATFORMS
 from tlaloc_serve.pjrt.preflight import NothingToRunOn, choose, redirect_stderr
 
@@ -55,6 +59,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--verify-weights", action="store_true", help="hash every weight file, not just the bodies")
     add("--json", action="store_true", help="print the same facts as one JSON object on stdout")
     add_plugin_arguments(parser)
+    add_compile_arguments(parser)
 
 
 def add_plugin_arguments(parser: argparse.ArgumentParser) -> None:
@@ -77,6 +82,25 @@ def add_plugin_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def add_compile_arguments(parser: argparse.ArgumentParser) -> None:
+    """The flags that say how bodies are compiled, shared by the commands that run them."""
+    parser.add_argument(
+        "--xla-option",
+        action="append",
+        type=_xla_option,
+        default=[],
+        metavar="NAME=VALUE",
+        help="an XLA debug option for every compile; repeatable",
+    )
+    parser.add_argument("--no-compile-cache", action="store_true", help="neither use nor keep compiled programs")
+
+
+def compiler_for(client: Client, options: argparse.Namespace) -> Compiler:
+    """The compiler that the flags of `add_compile_arguments` ask for."""
+    cache = None if options.no_compile_cache else ExecutableCache.of_user(os.environ)
+    return Compiler(client, dict(options.xla_option), cache)
+
+
 def run(options: argparse.Namespace) -> int:
     directory = _artifact_directory(options.artifact)
     artifact = open_artifact(directory, verify_weights=options.verify_weights)
@@ -90,7 +114,7 @@ def run(options: argparse.Namespace) -> int:
     with contextlib.ExitStack() as stack:
         log = stack.enter_context(redirect_stderr(choice.path, log=options.plugin_log))
         client = stack.enter_context(choice.open_client())
-        engine = stack.enter_context(Engine(artifact, client))
+        engine = stack.enter_context(Engine(artifact, client, compiler=compiler_for(client, options)))
         facts = {
             "runtime": report.runtime_facts(choice.path, client.plugin.api_version, options.platform, log or None),
             "artifact": report.artifact_facts(artifact, str(directory)),
@@ -174,6 +198,13 @@ def _ids(text: str) -> list[int]:
 
 def _text(text: str) -> str:
     return text
+
+
+def _xla_option(text: str) -> tuple[str, str]:
+    name, equals, value = text.removeprefix("--").partition("=")
+    if not name or not equals:
+        raise argparse.ArgumentTypeError(f"want NAME=VALUE, as in xla_cpu_enable_fast_math=false; got {text!r}")
+    return name, value
 
 
 def _positive(text: str) -> int:

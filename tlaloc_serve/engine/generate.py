@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from types import TracebackType
 
 from tlaloc_serve.artifact.store import Artifact
+from tlaloc_serve.engine.compiler import Compilation, Compiler
 from tlaloc_serve.engine.runner import Runner
 from tlaloc_serve.engine.sampling import Sampler, SamplingParams
 from tlaloc_serve.engine.scheduler import Batch, Reason, Scheduler, Sequence
@@ -42,13 +43,15 @@ class StepRow:
 
 @dataclass(frozen=True)
 class Step:
-    """One call of an entry. `seconds` is wall time; `compile_seconds` the part of it spent compiling, 0.0 if none."""
+    """One call of an entry. `seconds` is wall time; `compile_seconds` the part of it spent on having its executable,
+    0.0 where it was there; `cached` says that it came from the disk."""
 
     number: int
     entry: str
     rows: tuple[StepRow, ...]
     seconds: float
     compile_seconds: float
+    cached: bool = False
 
 
 @dataclass(frozen=True)
@@ -75,7 +78,11 @@ Event = Staged | Step | Token | Finished
 
 @dataclass
 class RunReport:
-    """The facts of the last `generate`, filled as it runs. Times in seconds."""
+    """The facts of the last `generate`, filled as it runs. Times in seconds.
+
+    `compiles` counts the ladder points whose executable was made, `cache_hits` those among them that came from the
+    disk, `pick_compiles` the selection programs. `compilations` has each of all these; `warnings` are the compiler's.
+    """
 
     prompts: tuple[tuple[int, ...], ...] = ()
     max_new: tuple[int, ...] = ()
@@ -83,7 +90,10 @@ class RunReport:
     steps: list[Step] = field(default_factory=list)
     finished: dict[int, Finished] = field(default_factory=dict)
     compiles: int = 0
+    cache_hits: int = 0
     pick_compiles: int = 0
+    compilations: list[Compilation] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
     staged_bytes: int = 0
 
     @property
@@ -103,7 +113,14 @@ class Engine:
     `report` holds the facts of the last run. One thread at a time may use an engine; `cancel` may come from any.
     """
 
-    def __init__(self, artifact: Artifact, client: Client, resources: contextlib.ExitStack | None = None):
+    def __init__(
+        self,
+        artifact: Artifact,
+        client: Client,
+        resources: contextlib.ExitStack | None = None,
+        *,
+        compiler: Compiler | None = None,
+    ):
         self.artifact = artifact
         self.client = client
         self.report = RunReport()
@@ -111,7 +128,7 @@ class Engine:
         self._cancelled = threading.Event()
         self._stopped: set[int] = set()
         with resources or contextlib.ExitStack() as stack:
-            self._runner = stack.enter_context(contextlib.closing(Runner(artifact, client)))
+            self._runner = stack.enter_context(contextlib.closing(Runner(artifact, client, compiler)))
             self._resources = stack.pop_all()
 
     @property
@@ -193,7 +210,7 @@ class Engine:
             seeds=tuple(None if sampler.greedy else sampler.params.seed for sampler in samplers),
             staged_bytes=self.artifact.manifest.weight_bytes(),
         )
-        compiles, pick_compiles = self._runner.compiles, self._runner.pick_compiles
+        before = self._counts()
         begin = time.perf_counter()
         try:
             for done, total in self._runner.stage():
@@ -207,8 +224,7 @@ class Engine:
                 ]
                 # The first step's time holds the staging of the weights, as the one thing a user waited for.
                 seconds = result.seconds if self.report.steps else time.perf_counter() - begin
-                self.report.compiles = self._runner.compiles - compiles
-                self.report.pick_compiles = self._runner.pick_compiles - pick_compiles
+                self._tell_compiles(before)
                 lengths = {sequence.index: len(sequence.prompt) for sequence in self._scheduler.live}
                 step = Step(
                     len(self.report.steps),
@@ -219,6 +235,7 @@ class Engine:
                     ),
                     seconds,
                     result.compile_seconds,
+                    result.cached,
                 )
                 self.report.steps.append(step)
                 yield step
@@ -229,6 +246,17 @@ class Engine:
         finally:
             for sequence in self._scheduler.live:
                 self._scheduler.end(sequence, Reason.CANCELLED)
+
+    def _counts(self) -> tuple[int, int, int, int]:
+        runner = self._runner
+        return runner.compiles, runner.cache_hits, runner.pick_compiles, len(runner.compiler.log)
+
+    def _tell_compiles(self, before: tuple[int, int, int, int]) -> None:
+        """Put into the report what was compiled since the counts were `before`."""
+        compiles, hits, picks, _ = (now - then for now, then in zip(self._counts(), before, strict=True))
+        self.report.compiles, self.report.cache_hits, self.report.pick_compiles = compiles, hits, picks
+        self.report.compilations = self._runner.compiler.log[before[3] :]
+        self.report.warnings = list(self._runner.compiler.warnings)
 
     def _advance(
         self, batch: Batch, picks: Seq[int | None], samplers: list[Sampler], eos: frozenset[int]

@@ -18,14 +18,14 @@ from dataclasses import dataclass
 
 from tlaloc_serve.artifact.manifest import POOL_OUTPUT_OF, Entry, Role, TensorType
 from tlaloc_serve.artifact.store import Artifact
+from tlaloc_serve.engine.compiler import Compiler
 from tlaloc_serve.engine.inputs import StepInputs
 from tlaloc_serve.engine.logits import LogitsReader
 from tlaloc_serve.engine.sampling import Candidates, Row
 from tlaloc_serve.engine.scheduler import Batch
 from tlaloc_serve.engine.selection import NAN_ROW
-from tlaloc_serve.errors import EngineBroken, PjrtError, TlalocError
-from tlaloc_serve.pjrt.client import Buffer, Client, Executable, Execution
-from tlaloc_serve.pjrt.compile_options import compile_options
+from tlaloc_serve.errors import EngineBroken, TlalocError
+from tlaloc_serve.pjrt.client import Buffer, Client, Execution
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class StepResult:
     `picks[i]` is the greedy next token of row i, None where its logits were not needed; `candidates[i]` what a sampler
     picks from, None where no temperature was given. Candidates can read their whole row until the next step.
     `logits` holds, when asked for, the row [vocab] of each live row as f32. `compile_seconds` is 0.0 unless
-    this step compiled its entry.
+    this step made its entry's executable; `cached` says that it came from the disk then.
     """
 
     picks: tuple[int | None, ...]
@@ -43,6 +43,7 @@ class StepResult:
     logits: tuple[Row, ...] | None
     seconds: float
     compile_seconds: float
+    cached: bool = False
 
 
 @dataclass(frozen=True)
@@ -55,22 +56,24 @@ class _Loaded:
     logits: int
     logits_type: TensorType
     donates: bool
+    cached: bool
 
 
 class Runner:
     """The device side of one artifact on one client. Close it before the client."""
 
-    def __init__(self, artifact: Artifact, client: Client):
+    def __init__(self, artifact: Artifact, client: Client, compiler: Compiler | None = None):
         self.artifact = artifact
         self.client = client
+        self.compiler = compiler or Compiler(client)
         self.compiles = 0
-        self._reader = LogitsReader(client, self._compile)
+        self.cache_hits = 0
+        self._reader = LogitsReader(client, lambda body, what: self.compiler.compile(body, what).executable)
         self._logits: Buffer | None = None
         self.pools: dict[str, Buffer] = {}
         self._weights: dict[str, Buffer] = {}
         self._loaded: dict[str, _Loaded] = {}
         self._broken: str | None = None
-        self._options = compile_options()
         self._stack = contextlib.ExitStack()
 
     def close(self) -> None:
@@ -147,17 +150,19 @@ class Runner:
                 self._broken = str(error)
                 raise EngineBroken(batch.entry.id, f"the step failed and its KV pools are gone: {error}") from error
             raise
-        return StepResult(picks, candidates, logits, time.perf_counter() - begin, compile_seconds)
+        seconds = time.perf_counter() - begin
+        return StepResult(picks, candidates, logits, seconds, compile_seconds, bool(compile_seconds) and loaded.cached)
 
     def _load(self, entry: Entry) -> tuple[_Loaded, float]:
-        """The compiled entry and the seconds this call spent compiling."""
+        """The compiled entry and the seconds this call spent on having it."""
         loaded = self._loaded.get(entry.id)
         if loaded is not None:
             return loaded, 0.0
         begin = time.perf_counter()
         body = self.artifact.body(entry)
         with contextlib.ExitStack() as stack:
-            executable = stack.enter_context(self._compile(body.data, f"{entry.id} ({entry.body_path})"))
+            compiled = self.compiler.compile(body.data, entry.id, entry.body_path)
+            executable = stack.enter_context(compiled.executable)
             outputs = [(slot.type.dtype, slot.type.dims) for slot in entry.outputs]
             donated = frozenset(body.signature.aliases)
             execution = stack.enter_context(executable.execution(len(entry.inputs), donated, outputs))
@@ -169,18 +174,13 @@ class Runner:
                     execution.bind(index, self.pools[slot.name])
             pools = tuple((output, self.pools[entry.inputs[source].name]) for source, output in entry.donation_pairs)
             logits = next(i for i, slot in enumerate(entry.outputs) if slot.role == Role.LOGITS)
-            loaded = _Loaded(execution, inputs, pools, logits, entry.outputs[logits].type, bool(donated))
+            kind, cached = entry.outputs[logits].type, compiled.compilation.cached
+            loaded = _Loaded(execution, inputs, pools, logits, kind, bool(donated), cached)
             self._stack.push(stack.pop_all())
         self._loaded[entry.id] = loaded
         self.compiles += 1
+        self.cache_hits += loaded.cached
         return loaded, time.perf_counter() - begin
-
-    def _compile(self, code: bytes, what: str) -> Executable:
-        try:
-            return self.client.compile(code, self._options)
-        except PjrtError as error:
-            detail = f"the plugin cannot compile {what}: {error.detail}"
-            raise type(error)(error.call, error.code, error.code_name, detail) from None
 
     def _read(
         self, loaded: _Loaded, batch: Batch, wanted: Sequence[bool], temperatures: Sequence[float | None]

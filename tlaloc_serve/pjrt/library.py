@@ -20,6 +20,18 @@ _MISSING_LIBRARY = re.compile(r"^(?P<library>[^:\s]+): cannot open shared object
 _NAME_IT = "name the plugin's .so file"
 _PT_LOAD = 1
 
+# Device, inode, size, and the times of the last change to the data and to the inode, in nanoseconds.
+FileState = tuple[int, int, int, int, int]
+
+
+def file_state(path: str) -> FileState | None:
+    """What changes whenever the file `path` does, by whatever tool; None where there is none to ask."""
+    try:
+        found = os.stat(path)
+    except OSError:
+        return None
+    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
+
 
 def load(path: str) -> int:
     """Load the library `path` and return the address of its PJRT_Api. Raises PluginError when there is none."""

@@ -26,12 +26,14 @@ class AbiMismatch(PluginError):
 class Plugin:
     """An initialised plugin. Use `Plugin.open`; one object a file and process, so it needs no closing.
 
-    `path` is the file as it was asked for, `api_version` the plugin's own (major, minor).
+    `path` is the file as it was asked for, `api_version` the plugin's own (major, minor). `file_state` tells the file
+    that was loaded from any later one at that path; None where it is not known which file that was.
     """
 
     def __init__(self, path: str, api: int):
         """`api` is the address of a PJRT_Api. Raises PluginError for one that this package cannot drive."""
         self.path = path
+        self.file_state: library.FileState | None = None
         self._api = api
         self._functions: dict[str, Any] = {}
         size = ctypes.c_size_t.from_address(api).value
@@ -55,7 +57,9 @@ class Plugin:
         real = os.path.realpath(path)
         plugin = _opened.get(real)
         if plugin is None:
+            before = library.file_state(real)
             plugin = _opened[real] = cls(path, library.load(path))
+            plugin.file_state = before if before == library.file_state(real) else None
         return plugin
 
     def _check_version(self) -> None:
