@@ -8,16 +8,29 @@ from __future__ import annotations
 import importlib.util
 import platform
 import sys
-from collections.abc import Iterator
+import unicodedata
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from tlaloc_serve.artifact.manifest import Ladder
 from tlaloc_serve.artifact.store import Artifact
 from tlaloc_serve.engine.compiler import Compilation
 from tlaloc_serve.engine.generate import Engine, Finished, RunReport, Step
+from tlaloc_serve.engine.sampling import SamplingParams
 
 FRAMEWORKS = ("jax", "torch", "numpy", "transformers")
 _LABEL = 14
+_ORIGINS = {"given": "named", "artifact": "the artifact's own, hash checked", "cache": "from the checkpoint cache"}
+_SAMPLING = {
+    "temperature": "temperature",
+    "topK": "top-k",
+    "topP": "top-p",
+    "minP": "min-p",
+    "repetitionPenalty": "repetition penalty",
+    "presencePenalty": "presence penalty",
+    "frequencyPenalty": "frequency penalty",
+    "logitBias": "logit bias",
+}
 
 Facts = dict[str, Any]
 
@@ -67,7 +80,29 @@ def engine_facts(engine: Engine, requested: str) -> Facts:
     }
 
 
-def step_facts(step: Step) -> Facts:
+def sampling_facts(params: SamplingParams) -> Facts:
+    return {
+        "temperature": params.temperature,
+        "topK": params.top_k,
+        "topP": params.top_p,
+        "minP": params.min_p,
+        "repetitionPenalty": params.repetition_penalty,
+        "presencePenalty": params.presence_penalty,
+        "frequencyPenalty": params.frequency_penalty,
+        "logitBias": {str(token): value for token, value in sorted(params.logit_bias.items())},
+    }
+
+
+_UNCHANGED = sampling_facts(SamplingParams())
+
+
+def picks_word(params: SamplingParams) -> str:
+    """What the picks of these parameters are called in `step_facts`."""
+    return "argmax" if params.temperature == 0 and params.plain else "picked"
+
+
+def step_facts(step: Step, picks: str = "argmax") -> Facts:
+    """`picks` says what a row's pick is: `argmax` of the logits as they are, or `picked` otherwise."""
     return {
         "step": step.number,
         "entry": step.entry,
@@ -76,7 +111,7 @@ def step_facts(step: Step) -> Facts:
                 "sequence": row.sequence,
                 "source": "gen" if row.generated else "prompt",
                 "tokens": list(row.tokens),
-                "argmax": row.argmax,
+                picks: row.argmax,
             }
             for row in step.rows
         ],
@@ -96,11 +131,13 @@ def compilation_facts(item: Compilation) -> Facts:
     }
 
 
-def run_facts(report: RunReport, max_new_given: bool) -> Facts:
+def run_facts(report: RunReport, max_new_given: bool, sampling: SamplingParams) -> Facts:
+    picks = picks_word(sampling)
     median = report.median_step_seconds
     return {
         "sequences": [_sequence_facts(report, number, max_new_given) for number in range(len(report.prompts))],
-        "steps": [step_facts(step) for step in report.steps],
+        "sampling": sampling_facts(sampling),
+        "steps": [step_facts(step, picks) for step in report.steps],
         "compiles": report.compiles,
         "cacheHits": report.cache_hits,
         "pickCompiles": report.pick_compiles,
@@ -118,6 +155,7 @@ def _sequence_facts(report: RunReport, number: int, max_new_given: bool) -> Fact
         "prompt": prompt,
         "maxNew": report.max_new[number],
         "maxNewSource": "given" if max_new_given else "default",
+        "seed": report.seeds[number],
         "generated": list(finished.generated),
         "all": prompt + list(finished.generated),
         "reason": finished.reason,
@@ -142,6 +180,7 @@ def header_lines(facts: Facts) -> Iterator[str]:
     yield _line("layers", f"{artifact['layers']}  vocab {artifact['vocab']}")
     yield _line("bodies", f"{_count(artifact['entries'], 'compiled entry', 'compiled entries')}, all re-hashed OK")
     yield _line("weights", _weights(artifact["weights"]))
+    yield from _text_lines(facts["text"])
     devices = ", ".join(engine["devices"])
     yield _line("engine", f"ctypes on {engine['platform']} ({devices})", 0)
     if engine["mismatch"]:
@@ -150,14 +189,21 @@ def header_lines(facts: Facts) -> Iterator[str]:
 
 def request_lines(facts: Facts, ladder: Ladder) -> Iterator[str]:
     """What is about to run, one line a prompt. `facts` are those of `run_facts`."""
+    many, greedy = len(facts["sequences"]) > 1, facts["sampling"]["temperature"] == 0
     for number, sequence in enumerate(facts["sequences"]):
-        label = "greedy decode" if len(facts["sequences"]) == 1 else f"decode [{number}]"
+        label = f"decode [{number}]" if many else "greedy decode" if greedy else "decode"
         new = f"{sequence['maxNew']} new"
         if sequence["maxNewSource"] == "default":
             new += " (by default)"
         context = ladder.fit_context(len(sequence["prompt"]) + sequence["maxNew"] - 1) or ladder.max_context
         pages = f"{context} = {context // ladder.block_size} pages x {ladder.block_size}"
         yield _line(label, f"prompt {sequence['prompt']} + {new} (compiled context {pages})", 0)
+    changed = [f"{_SAMPLING[key]} {value}" for key, value in facts["sampling"].items() if value != _UNCHANGED[key]]
+    seeds = [str(sequence["seed"]) for sequence in facts["sequences"] if sequence["seed"] is not None]
+    if seeds:
+        changed.append(f"seed {seeds[0]}" if len(set(seeds)) == 1 else f"seeds {', '.join(seeds)}")
+    if changed:
+        yield _line("sampling", ", ".join(changed), 0)
 
 
 def step_lines(step: Facts, many: bool) -> Iterator[str]:
@@ -166,23 +212,23 @@ def step_lines(step: Facts, many: bool) -> Iterator[str]:
         tokens = row["tokens"]
         what = f"token {tokens[0]}" if len(tokens) == 1 else f"{len(tokens)} tokens {tokens[0]}..{tokens[-1]}"
         which = f"[{row['sequence']}] " if many else ""
-        argmax = "" if row["argmax"] is None else f" -> argmax {row['argmax']}"
-        text = f"  step {step['step']:<3} {which}{row['source']:<6} {what}{argmax}"
+        picks = "argmax" if "argmax" in row else "picked"
+        pick = "" if row[picks] is None else f" -> {picks} {row[picks]}"
+        text = f"  step {step['step']:<3} {which}{row['source']:<6} {what}{pick}"
         how = "cached" if step["cached"] else "compiled"
         compiled = f"  ({how} {step['entry']})" if step["compileMs"] else ""
         yield f"{text:<56} {step['ms']:>8.1f} ms{compiled}"
 
 
-def footer_lines(facts: Facts) -> Iterator[str]:
-    """What came out. `facts` are those of `run_facts`."""
+def footer_lines(facts: Facts, streamed: bool) -> Iterator[str]:
+    """What came out. `facts` are those of `run_facts`; what was `streamed` is not said again."""
     many = len(facts["sequences"]) > 1
     for number, sequence in enumerate(facts["sequences"]):
         which = f" [{number}]" if many else ""
-        yield _line(f"prompt{which}", sequence["prompt"], 0)
-        yield _line(f"generated{which}", sequence["generated"], 0)
-        yield _line(f"all{which}", sequence["all"], 0)
-        for key in ("text", "completion"):
-            if sequence.get(key) is not None:
+        for key in ("generated",) if streamed else ("prompt", "generated", "all"):
+            yield _line(f"{key}{which}", sequence[key], 0)
+        for key in () if streamed else ("text", "completion"):
+            if sequence[key] is not None:
                 yield _line(f"{key}{which}", repr(sequence[key]), 0)
         detail = f": {sequence['detail']}" if sequence["detail"] else ""
         yield _line(f"ended{which}", f"{sequence['reason']}{detail}", 0)
@@ -193,6 +239,31 @@ def footer_lines(facts: Facts) -> Iterator[str]:
         made = "compiled program from the cache" if cached else "compile"
         yield _line("first step", f"{facts['firstStepMs']:.0f} ms (weight upload + {made})", 0)
         yield _line("median step", f"{facts['medianStepMs']:.2f} ms", 0)
+
+
+def _text_lines(facts: Facts) -> Iterator[str]:
+    """Which tokenizer, and what to know about the text. `facts` are those of `Text.facts`."""
+    tokenizer = facts["tokenizer"]
+    if tokenizer is not None:
+        text = f"{tokenizer['path']} ({_ORIGINS[tokenizer['origin']]}), {tokenizer['tokens']} tokens"
+        if tokenizer["idsWithoutToken"]:
+            text += f"; {tokenizer['idsWithoutToken']} ids of the model have none"
+        yield _line("tokenizer", text)
+    if facts["note"]:
+        yield _line("no text", facts["note"])
+    if facts["chatTemplate"]:
+        yield _line("chat", f"template {facts['chatTemplate']}")
+    if facts["unassigned"]:
+        yield _line("warning", unassigned_text(facts["unassigned"]))
+
+
+def unassigned_text(counts: Mapping[str, int]) -> str:
+    """A sentence about code points (`U+XXXX`) that are newer than this interpreter."""
+    shown = ", ".join(list(counts)[:5]) + (", ..." if len(counts) > 5 else "")
+    return (
+        f"{_count(sum(counts.values()), 'character is', 'characters are')} newer than this interpreter's Unicode "
+        f"{unicodedata.unidata_version} ({shown}): ids next to them may differ"
+    )
 
 
 def _compile_lines(facts: Facts) -> Iterator[str]:

@@ -1,6 +1,8 @@
-"""Decode an artifact greedily on the first plugin that has a device.
+"""Continue prompts with an artifact, on the first plugin that has a device.
 
 The artifact is checked before a plugin is looked for. With nothing to run on, a SKIP says where was looked.
+A value that does not read as a number, ids or ID=VALUE is a usage error (2); one that reads but that no model, or this
+one, can take is refused (1).
 """
 
 from __future__ import annotations
@@ -13,15 +15,27 @@ import pathlib
 import signal
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from types import FrameType
 
 from tlaloc_serve.app import report
-from tlaloc_serve.app.text import Text
+from tlaloc_serve.app.options import (
+    add_prompt_arguments,
+    add_sampling_arguments,
+    add_stop_arguments,
+    read_prompts,
+    sampling_params,
+    seconds,
+    text_options,
+)
+from tlaloc_serve.app.screen import LiveText, Progress, print_lines
+from tlaloc_serve.app.stream import TextStream
+from tlaloc_serve.app.text import PlainText, Prompt, UserMessage, open_text
 from tlaloc_serve.artifact.store import Artifact, open_artifact
 from tlaloc_serve.engine.compiler import Compiler
 from tlaloc_serve.engine.executables import ExecutableCache
-from tlaloc_serve.engine.generate import Engine, Staged, Step
+from tlaloc_serve.engine.generate import Engine, Finished, Staged, Step, Token
+from tlaloc_serve.engine.sampling import SamplingParams
 from tlaloc_serve.engine.scheduler import Reason, Scheduler
 from tlaloc_serve.errors import RequestError
 from tlaloc_serve.pjrt.client import Client
@@ -36,30 +50,20 @@ _REFERENCE_PROMPT = [1, 2]
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--artifact", metavar="DIR", help="the directory an export wrote (default: the reference under examples/)")
-    add(
-        "--prompt",
-        action="append",
-        type=_ids,
-        default=[],
-        metavar="IDS",
-        dest="prompts",
-        help="token ids, as in 1,2; several --prompt run as one batch",
-    )
-    add(
-        "--text",
-        action="append",
-        type=_text,
-        default=[],
-        dest="prompts",
-        metavar="TEXT",
-        help="a prompt as text, encoded with the artifact's own tokenizer",
-    )
-    add("--max-new", type=_positive, metavar="N", help="new tokens a prompt (default: 16, or what the context leaves)")
-    add("--ignore-eos", action="store_true", help="go on after the model's end-of-sequence ids")
     add("--verify-weights", action="store_true", help="hash every weight file, not just the bodies")
     add("--json", action="store_true", help="print the same facts as one JSON object on stdout")
+    add(
+        "--stream",
+        action=argparse.BooleanOptionalAction,
+        help="the completion as it is generated, or the table of steps (default: the text on a terminal where a "
+        "prompt is text, else the table); several completions come one after the other",
+    )
+    add("--show-special", action="store_true", help="show special tokens in texts")
     add_plugin_arguments(parser)
     add_compile_arguments(parser)
+    add_prompt_arguments(parser)
+    add_stop_arguments(parser)
+    add_sampling_arguments(parser)
 
 
 def add_plugin_arguments(parser: argparse.ArgumentParser) -> None:
@@ -75,7 +79,7 @@ def add_plugin_arguments(parser: argparse.ArgumentParser) -> None:
     add("--plugin-log", metavar="FILE", help="where the plugin's own stderr goes; - shows it on the screen")
     add(
         "--preflight-timeout",
-        type=_seconds,
+        type=seconds,
         default=20.0,
         metavar="S",
         help="how long a plugin may take to open the first time, in seconds (default: 20)",
@@ -102,10 +106,13 @@ def compiler_for(client: Client, options: argparse.Namespace) -> Compiler:
 
 
 def run(options: argparse.Namespace) -> int:
+    sampling = sampling_params(options)
+    about_text = text_options(options)
     directory = _artifact_directory(options.artifact)
     artifact = open_artifact(directory, verify_weights=options.verify_weights)
-    text = Text(artifact)
-    prompts = text.encode_all(options.prompts or _default_prompts(artifact, options.artifact is None))
+    given = read_prompts(options.prompts) or _default_prompts(artifact, options.artifact is None)
+    text = open_text(artifact, about_text, _needs_text(options, given))
+    prompts = text.encode_all(given)
     # A request that cannot run is an error whether or not this machine could run anything: never a SKIP.
     Scheduler(artifact.manifest).check(prompts, options.max_new)
     choice = choose(options.platform, options.plugin, options.preflight_timeout, log=options.plugin_log)
@@ -118,44 +125,101 @@ def run(options: argparse.Namespace) -> int:
         facts = {
             "runtime": report.runtime_facts(choice.path, client.plugin.api_version, options.platform, log or None),
             "artifact": report.artifact_facts(artifact, str(directory)),
+            "text": text.facts(),
             "engine": report.engine_facts(engine, options.platform),
             "tried": [answer.to_dict() for answer in choice.tried],
         }
         stack.enter_context(_cancel_on_interrupt(engine))
-        return _decode(engine, prompts, options, facts, text)
+        streams = [text.stream(prompt) for prompt in prompts]
+        live = LiveText(len(prompts), sys.stdout) if _streams(options, given) else None
+        return _decode(engine, prompts, sampling, options, facts, streams, live)
     raise AssertionError("unreachable")
 
 
+def _needs_text(options: argparse.Namespace, prompts: Sequence[Prompt]) -> str | None:
+    """The flag that asks for a tokenizer, if one does."""
+    if options.json and options.stream:
+        raise RequestError("--stream", "does not go with --json, which prints one object at the end")
+    for flag, kind in (("--chat", UserMessage), ("--text", PlainText)):
+        if any(isinstance(prompt, kind) for prompt in prompts):
+            return flag
+    return "--stop" if options.stop else "--stream" if options.stream else None
+
+
+def _streams(options: argparse.Namespace, prompts: Sequence[Prompt]) -> bool:
+    """Whether the completions are shown as they come, instead of the table of steps."""
+    if options.stream is not None or options.json:
+        return bool(options.stream)
+    return sys.stdout.isatty() and not all(isinstance(prompt, list) for prompt in prompts)
+
+
 def _decode(
-    engine: Engine, prompts: list[list[int]], options: argparse.Namespace, facts: report.Facts, text: Text
+    engine: Engine,
+    prompts: list[list[int]],
+    sampling: SamplingParams,
+    options: argparse.Namespace,
+    facts: report.Facts,
+    streams: Sequence[TextStream | None],
+    live: LiveText | None,
 ) -> int:
-    eos_ids = () if options.ignore_eos else None
-    events = engine.generate(prompts, options.max_new, eos_ids=eos_ids, pick_all=True)
-    say = (lambda lines: None) if options.json else _print_lines
+    events = engine.generate(
+        prompts,
+        options.max_new,
+        sampling=sampling,
+        eos_ids=() if options.ignore_eos else None,
+        pick_all=report.picks_word(sampling) == "argmax",
+    )
+    say = (lambda lines: None) if options.json else print_lines
     say(report.header_lines(facts))
-    progress = _Progress()
-    for event in events:
-        if isinstance(event, Staged):
-            progress.show(event.done, event.total)
-        elif isinstance(event, Step):
-            progress.clear()
-            if event.number == 0:
-                ladder = engine.artifact.manifest.ladder
-                say(report.request_lines(report.run_facts(engine.report, options.max_new is not None), ladder))
-            say(report.step_lines(report.step_facts(event), len(prompts) > 1))
-    facts["run"] = report.run_facts(engine.report, options.max_new is not None)
-    for sequence in facts["run"]["sequences"]:
-        sequence.update(text.facts(sequence["prompt"], sequence["generated"]))
-    say(report.footer_lines(facts["run"]))
+
+    def run_facts() -> report.Facts:
+        return report.run_facts(engine.report, options.max_new is not None, sampling)
+
+    progress = Progress()
+    with live or contextlib.nullcontext():
+        for event in events:
+            if isinstance(event, Staged):
+                progress.show(event.done, event.total)
+            elif isinstance(event, Step):
+                progress.clear()
+                if event.number == 0:
+                    say(report.request_lines(run_facts(), engine.artifact.manifest.ladder))
+                if live is None:
+                    say(report.step_lines(report.step_facts(event, report.picks_word(sampling)), len(prompts) > 1))
+            else:
+                _follow(engine, event, streams, live)
+    facts["run"] = run_facts()
+    for sequence, stream in zip(facts["run"]["sequences"], streams, strict=True):
+        sequence.update(_text_facts(stream, sequence["reason"]))
+    say(report.footer_lines(facts["run"], live is not None))
     if options.json:
         print(json.dumps(facts))
     cancelled = any(sequence["reason"] == Reason.CANCELLED for sequence in facts["run"]["sequences"])
     return _INTERRUPTED if cancelled else 0
 
 
-def _print_lines(lines: Iterator[str]) -> None:
-    for line in lines:
-        print(line, flush=True)
+def _follow(
+    engine: Engine, event: Token | Finished, streams: Sequence[TextStream | None], live: LiveText | None
+) -> None:
+    """Turn a generated id, or a sequence's end, into text; stop the sequence where a stop string was completed."""
+    stream = streams[event.sequence]
+    if stream is None:
+        return
+    text = stream.push(event.id) if isinstance(event, Token) else stream.finish()
+    if isinstance(event, Token) and stream.stopped:
+        engine.stop(event.sequence)
+    if live is not None:
+        live.add(event.sequence, text)
+        if isinstance(event, Finished):
+            live.end(event.sequence)
+
+
+def _text_facts(stream: TextStream | None, reason: str) -> report.Facts:
+    if stream is None:
+        return {"text": None, "completion": None}
+    # The last id can complete a stop string that its decoder only gave at the end.
+    stopped = stream.stopped and reason in (Reason.LENGTH, Reason.CONTEXT, Reason.EOS)
+    return {"text": stream.prompt_text, "completion": stream.text, "reason": Reason.STOP if stopped else reason}
 
 
 def _skip(nothing: NothingToRunOn, directory: pathlib.Path, as_json: bool) -> int:
@@ -180,24 +244,12 @@ def _artifact_directory(given: str | None) -> pathlib.Path:
     return REFERENCE
 
 
-def _default_prompts(artifact: Artifact, is_reference: bool) -> list[list[int] | str]:
+def _default_prompts(artifact: Artifact, is_reference: bool) -> list[Prompt]:
     if is_reference:
         return [_REFERENCE_PROMPT]
     if artifact.manifest.frontend.default_prompt is not None:
-        return [artifact.manifest.frontend.default_prompt]
+        return [PlainText(artifact.manifest.frontend.default_prompt)]
     raise RequestError("--prompt", "not given, and this artifact names no default", todo="give token ids: --prompt 1,2")
-
-
-def _ids(text: str) -> list[int]:
-    try:
-        ids = [int(part) for part in text.split(",")]
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"want token ids separated by commas, as in 1,2; got {text!r}") from None
-    return ids
-
-
-def _text(text: str) -> str:
-    return text
 
 
 def _xla_option(text: str) -> tuple[str, str]:
@@ -205,22 +257,6 @@ def _xla_option(text: str) -> tuple[str, str]:
     if not name or not equals:
         raise argparse.ArgumentTypeError(f"want NAME=VALUE, as in xla_cpu_enable_fast_math=false; got {text!r}")
     return name, value
-
-
-def _positive(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"want a whole number, at least 1; got {text!r}")
-    return int(text)
-
-
-def _seconds(text: str) -> float:
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = 0.0
-    if not 0 < seconds < float("inf"):
-        raise argparse.ArgumentTypeError(f"want seconds, more than 0; got {text!r}")
-    return seconds
 
 
 @contextlib.contextmanager
@@ -239,22 +275,3 @@ def _cancel_on_interrupt(engine: Engine) -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGINT, previous)
-
-
-class _Progress:
-    """One line on a terminal while weights are staged; silent where stderr is not one."""
-
-    def __init__(self) -> None:
-        self._shown = False
-
-    def show(self, done: int, total: int) -> None:
-        if sys.stderr is not None and sys.stderr.isatty():
-            self._shown = True
-            print(
-                f"\rstaging {report.size_text(done)} of {report.size_text(total)}", end="", file=sys.stderr, flush=True
-            )
-
-    def clear(self) -> None:
-        if self._shown:
-            self._shown = False
-            print("\r\x1b[K", end="", file=sys.stderr, flush=True)
