@@ -8,11 +8,13 @@ A command without a name is `serve`, so `serve.py --artifact DIR` and `tlaloc-se
 from __future__ import annotations
 
 import argparse
+import inspect
+import io
 import os
 import sys
 from collections.abc import Callable, Sequence
 
-from tlaloc_serve.app import plugins, serve
+from tlaloc_serve.app import plugins, serve, tokenize
 from tlaloc_serve.errors import TlalocError
 
 OK, ERROR, USAGE, INTERRUPTED, PIPE_CLOSED = 0, 1, 2, 130, 141
@@ -20,6 +22,8 @@ OK, ERROR, USAGE, INTERRUPTED, PIPE_CLOSED = 0, 1, 2, 130, 141
 _COMMANDS: dict[str, tuple[Callable[[argparse.ArgumentParser], None], Callable[[argparse.Namespace], int], str]] = {
     "serve": (serve.add_arguments, serve.run, serve.__doc__ or ""),
     "plugins": (plugins.add_arguments, plugins.run, plugins.__doc__ or ""),
+    "tokenize": (tokenize.add_tokenize_arguments, tokenize.run_tokenize, tokenize.run_tokenize.__doc__ or ""),
+    "detokenize": (tokenize.add_detokenize_arguments, tokenize.run_detokenize, tokenize.run_detokenize.__doc__ or ""),
 }
 
 
@@ -29,11 +33,14 @@ def main(arguments: Sequence[str]) -> int:
     add_arguments, run, description = _COMMANDS[name]
     parser = argparse.ArgumentParser(
         prog=f"tlaloc-serve {name}",
-        description=description.strip(),
+        description=inspect.cleandoc(description),
         epilog=f"commands: {', '.join(_COMMANDS)} (serve when none is named). {_exit_codes()}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add_arguments(parser)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        # A character that the output's encoding lacks is no reason to end.
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
         return run(parser.parse_args(rest))
     except TlalocError as error:
@@ -43,9 +50,18 @@ def main(arguments: Sequence[str]) -> int:
         print("interrupted", file=sys.stderr)
         return INTERRUPTED
     except BrokenPipeError:
-        # The interpreter flushes stdout once more at exit; give it somewhere to write.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _discard_output()
         return PIPE_CLOSED
+    except OSError as error:
+        _discard_output()
+        print(f"error: {error.filename or 'input or output'}: {error.strerror or error}", file=sys.stderr)
+        return ERROR
+
+
+def _discard_output() -> None:
+    """The interpreter flushes stdout once more at exit; give it somewhere to write."""
+    if sys.stdout is not None:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def console() -> None:

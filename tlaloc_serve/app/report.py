@@ -258,11 +258,11 @@ def _text_lines(facts: Facts) -> Iterator[str]:
 
 
 def unassigned_text(counts: Mapping[str, int]) -> str:
-    """A sentence about code points (`U+XXXX`) that are newer than this interpreter."""
+    """A sentence about code points (`U+XXXX`) that are newer than this interpreter, or not assigned at all."""
     shown = ", ".join(list(counts)[:5]) + (", ..." if len(counts) > 5 else "")
     return (
-        f"{_count(sum(counts.values()), 'character is', 'characters are')} newer than this interpreter's Unicode "
-        f"{unicodedata.unidata_version} ({shown}): ids next to them may differ"
+        f"{_count(sum(counts.values()), 'character is', 'characters are')} not in this interpreter's Unicode "
+        f"{unicodedata.unidata_version} ({shown}): if a newer one has them, ids next to them may differ"
     )
 
 

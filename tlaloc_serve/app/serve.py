@@ -148,8 +148,8 @@ def _needs_text(options: argparse.Namespace, prompts: Sequence[Prompt]) -> str |
 
 def _streams(options: argparse.Namespace, prompts: Sequence[Prompt]) -> bool:
     """Whether the completions are shown as they come, instead of the table of steps."""
-    if options.stream is not None or options.json:
-        return bool(options.stream)
+    if options.stream is not None or options.json or sys.stdout is None:
+        return bool(options.stream) and sys.stdout is not None
     return sys.stdout.isatty() and not all(isinstance(prompt, list) for prompt in prompts)
 
 
