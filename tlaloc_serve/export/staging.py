@@ -23,7 +23,7 @@ from tlaloc_serve.export.gguf import BLOCKS
 
 # The chunk that is read, hashed and written stays in a core's second-level cache; four times as much is half as fast.
 COPY_BYTES = 1 << 17
-CONVERT_BYTES = 1 << 17
+CONVERT_BYTES = 1 << 18
 
 
 @dataclass(frozen=True)
