@@ -149,7 +149,7 @@ class TextStream:
     def _without_prompt(self, text: str) -> str:
         """Leave out what belongs to the prompt. Where the prompt's last character only now becomes whole, it is new."""
         self._late += text
-        if self._owed.startswith(self._late) and self._owed != self._late:
+        if self._owed.startswith(self._late):
             return ""
         text = self._late[len(self._owed) :] if self._late.startswith(self._owed) else self._late
         self._owed = self._late = ""
