@@ -6,6 +6,7 @@ a field and its key can be found from each other. Every length is in tokens unle
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass, field
 from typing import Any
@@ -66,6 +67,12 @@ class TensorType:
 
     def __str__(self) -> str:
         return f"{self.dtype}[{','.join(map(str, self.dims))}]"
+
+
+@functools.lru_cache(maxsize=4096)
+def tensor_type(dtype: str, dims: tuple[int, ...]) -> TensorType:
+    """One object for each type, so that comparing the thousands of types in an artifact mostly compares addresses."""
+    return TensorType(dtype, dims)
 
 
 @dataclass(frozen=True)

@@ -33,6 +33,7 @@ from tlaloc_serve.artifact.manifest import (
     TokenizerFile,
     Weight,
     WindowedKv,
+    tensor_type,
 )
 from tlaloc_serve.artifact.validate import validate
 from tlaloc_serve.errors import ArtifactError
@@ -158,6 +159,7 @@ def parse_manifest(data: bytes, source: str) -> Manifest:
     schema = _schema(top)
     weights = top.record("weights")
     table = tuple(_weight(record) for record in weights.records("table")) if weights.has("table") else ()
+    slots: dict[str, Slot] = {}
     manifest = Manifest(
         schema=schema,
         model_name=top.text("modelName"),
@@ -167,7 +169,7 @@ def parse_manifest(data: bytes, source: str) -> Manifest:
         weights_format=_weights_format(weights, table),
         weights_path=weights.optional("path", weights.text),
         weights=table,
-        entries=tuple(_entry(record) for record in top.records("entries")),
+        entries=tuple(_entry(record, slots) for record in top.records("entries")),
         frontend=_frontend(top.record("frontend")) if top.has("frontend") else Frontend(),
         exporter=_exporter(top.record("exporter")) if top.has("exporter") else None,
     )
@@ -255,7 +257,7 @@ def _weight(record: Record) -> Weight:
     return Weight(
         name=record.text("name"),
         path=record.text("path"),
-        type=TensorType(record.dtype("dtype"), record.integers("dims", 1)),
+        type=parse_type(record),
         byte_length=record.integer("byteLength", 1),
         sha256=record.sha256("sha256"),
         sources=tuple(
@@ -273,7 +275,7 @@ def _weight(record: Record) -> Weight:
     )
 
 
-def _entry(record: Record) -> Entry:
+def _entry(record: Record, slots: dict[str, Slot]) -> Entry:
     kind = record.text("kind")
     if kind not in (Kind.DECODE, Kind.PREFILL):
         record.refuse("kind", "unknown kind", got=_show(kind), want="decode or prefill")
@@ -293,20 +295,45 @@ def _entry(record: Record) -> Entry:
         body_path=record.text("bodyPath"),
         body_hash=record.sha256("bodyHash"),
         program_path=record.text("programPath"),
-        inputs=tuple(_slot(item, record, f"inputs[{i}]") for i, item in enumerate(record.items("inputs"))),
-        outputs=tuple(_slot(item, record, f"outputs[{i}]") for i, item in enumerate(record.items("outputs"))),
+        inputs=tuple(_slot(item, record, f"inputs[{i}]", slots) for i, item in enumerate(record.items("inputs"))),
+        outputs=tuple(_slot(item, record, f"outputs[{i}]", slots) for i, item in enumerate(record.items("outputs"))),
         donation_pairs=tuple(pairs),
     )
 
 
-def _slot(value: object, entry: Record, key: str) -> Slot:
-    record = Record(value, entry.source, entry.at(key))
-    return Slot(record.text("name"), record.text("role"), parse_type(record.record("type")))
+def _slot(value: object, entry: Record, key: str, known: dict[str, Slot]) -> Slot:
+    """One slot. `known` has those read before by their text: every entry repeats the same weights and pools."""
+    text = _text_of(value)
+    slot = known.get(text)
+    if slot is None:
+        record = Record(value, entry.source, entry.at(key))
+        slot = known[text] = Slot(record.text("name"), record.text("role"), parse_type(record.record("type")))
+    return slot
 
 
 def parse_type(record: Record) -> TensorType:
     """A `{dtype, dims, axisNames}` object; axis names carry no meaning for a reader."""
-    return TensorType(record.dtype("dtype"), record.integers("dims", 1))
+    return tensor_type(record.dtype("dtype"), record.integers("dims", 1))
+
+
+def _types(record: Record, key: str) -> tuple[TensorType, ...]:
+    """A list of types, each distinct one read once."""
+    known: dict[str, TensorType] = {}
+    found = []
+    for i, value in enumerate(record.items(key)):
+        text = _text_of(value)
+        if text not in known:
+            known[text] = parse_type(Record(value, record.source, record.at(f"{key}[{i}]")))
+        found.append(known[text])
+    return tuple(found)
+
+
+def _text_of(value: object) -> str:
+    """A text that two JSON values share only when they are the same; `==` would call true and 1 the same."""
+    try:
+        return repr(value)
+    except RecursionError:
+        return f"nested too deep, {id(value)}"
 
 
 def _frontend(record: Record) -> Frontend:
@@ -339,6 +366,6 @@ def program_types(data: bytes, source: str) -> Mapping[str, Any]:
     return {
         "name": record.text("name"),
         "bodyHash": record.sha256("bodyHash"),
-        "inputs": tuple(parse_type(item) for item in record.records("inputs")),
-        "outputs": tuple(parse_type(item) for item in record.records("outputs")),
+        "inputs": _types(record, "inputs"),
+        "outputs": _types(record, "outputs"),
     }

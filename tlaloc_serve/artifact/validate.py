@@ -17,7 +17,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import NoReturn
 
-from tlaloc_serve.artifact.manifest import POOL_OUTPUT_OF, Entry, Kind, Manifest, Role, Slot, TensorType
+from tlaloc_serve.artifact.manifest import POOL_OUTPUT_OF, Entry, Kind, Manifest, Role, Slot, TensorType, tensor_type
 from tlaloc_serve.errors import ArtifactError
 
 # `b1`, `c64`, `t1`, `w8r3n13`, `dtf32`, `kvbf16`; other segments (names, hashes) say nothing that could be compared.
@@ -201,21 +201,21 @@ class _Checker:
     def inputs(self, entry: Entry, field: str) -> None:
         model = self.manifest.model
         batch, tokens, blocks = entry.batch, entry.tokens_per_seq, entry.max_blocks_per_seq
-        pool = TensorType(model.kv_dtype, model.kv_pool_dims)
+        pool = tensor_type(model.kv_dtype, model.kv_pool_dims)
         want = {
-            Role.TOKEN_IDS: (TensorType("i32", (batch, tokens)), 1),
-            Role.POSITIONS: (TensorType("i32", (batch, tokens)), 1),
-            Role.BLOCK_TABLES: (TensorType("i32", (batch, blocks)), 1),
-            Role.SEQ_LENS: (TensorType("i32", (batch,)), 1),
-            Role.SLOT_MAPPING: (TensorType("i32", (batch * tokens,)), 1),
+            Role.TOKEN_IDS: (tensor_type("i32", (batch, tokens)), 1),
+            Role.POSITIONS: (tensor_type("i32", (batch, tokens)), 1),
+            Role.BLOCK_TABLES: (tensor_type("i32", (batch, blocks)), 1),
+            Role.SEQ_LENS: (tensor_type("i32", (batch,)), 1),
+            Role.SLOT_MAPPING: (tensor_type("i32", (batch * tokens,)), 1),
             Role.KV_POOL_IN: (pool, 2 * model.num_layers),
         }
         if model.windowed_kv is not None:
             window = model.windowed_kv
             want[Role.KV_POOL_IN] = (pool, 2 * (model.num_layers - len(window.layers)))
-            want[Role.WINDOW_BLOCK_TABLES] = (TensorType("i32", (batch, blocks)), 1)
-            want[Role.WINDOW_SLOT_MAPPING] = (TensorType("i32", (batch * tokens,)), 1)
-            want[Role.WINDOW_KV_POOL_IN] = (TensorType(model.kv_dtype, window.kv_pool_dims), 2 * len(window.layers))
+            want[Role.WINDOW_BLOCK_TABLES] = (tensor_type("i32", (batch, blocks)), 1)
+            want[Role.WINDOW_SLOT_MAPPING] = (tensor_type("i32", (batch * tokens,)), 1)
+            want[Role.WINDOW_KV_POOL_IN] = (tensor_type(model.kv_dtype, window.kv_pool_dims), 2 * len(window.layers))
         self.slots(entry.inputs, f"{field}.inputs", want)
 
     def outputs(self, entry: Entry, field: str) -> None:
@@ -224,15 +224,15 @@ class _Checker:
         if logits is not None and logits.dtype not in ("f32", "bf16", "f16"):
             self.refuse(f"{field}.outputs", "logits of an unknown kind", got=logits, want="f32, bf16 or f16")
         dtype = logits.dtype if logits is not None else "f32"
-        pool = TensorType(model.kv_dtype, model.kv_pool_dims)
+        pool = tensor_type(model.kv_dtype, model.kv_pool_dims)
         want = {
-            Role.LOGITS: (TensorType(dtype, (entry.batch, 1, model.vocab_size)), 1),
+            Role.LOGITS: (tensor_type(dtype, (entry.batch, 1, model.vocab_size)), 1),
             Role.KV_POOL_OUT: (pool, 2 * model.num_layers),
         }
         if model.windowed_kv is not None:
             window = model.windowed_kv
             want[Role.KV_POOL_OUT] = (pool, 2 * (model.num_layers - len(window.layers)))
-            want[Role.WINDOW_KV_POOL_OUT] = (TensorType(model.kv_dtype, window.kv_pool_dims), 2 * len(window.layers))
+            want[Role.WINDOW_KV_POOL_OUT] = (tensor_type(model.kv_dtype, window.kv_pool_dims), 2 * len(window.layers))
         self.slots(entry.outputs, f"{field}.outputs", want)
 
     def slots(self, slots: Sequence[Slot], field: str, want: dict[str, tuple[TensorType, int]]) -> None:
@@ -240,9 +240,9 @@ class _Checker:
             if slot.role == Role.WEIGHT and field.endswith("inputs"):
                 if slot.name not in self.weights:
                     self.refuse(f"{field}[{i}].name", "no such weight in weights.table", got=slot.name)
-                self.equal(
-                    f"{field}[{i}].type", slot.type, self.weights[slot.name], f"disagrees with the weight {slot.name}"
-                )
+                weight = self.weights[slot.name]
+                if slot.type is not weight:
+                    self.equal(f"{field}[{i}].type", slot.type, weight, f"disagrees with the weight {slot.name}")
             elif slot.role not in want:
                 self.refuse(
                     f"{field}[{i}].role",
@@ -250,7 +250,7 @@ class _Checker:
                     got=slot.role,
                     want=f"one of {', '.join(want)}",
                 )
-            else:
+            elif slot.type is not want[slot.role][0]:
                 self.equal(f"{field}[{i}].type", slot.type, want[slot.role][0], f"wrong type for {slot.role}")
         counts = Counter(slot.role for slot in slots)
         for role, (_, number) in want.items():
