@@ -8,29 +8,30 @@ A command without a name is `serve`, so `serve.py --artifact DIR` and `tlaloc-se
 from __future__ import annotations
 
 import argparse
+import importlib
 import inspect
 import io
 import os
 import sys
 from collections.abc import Callable, Sequence
 
-from tlaloc_serve.app import plugins, serve, tokenize
 from tlaloc_serve.errors import TlalocError
 
 OK, ERROR, USAGE, INTERRUPTED, PIPE_CLOSED = 0, 1, 2, 130, 141
 
-_COMMANDS: dict[str, tuple[Callable[[argparse.ArgumentParser], None], Callable[[argparse.Namespace], int], str]] = {
-    "serve": (serve.add_arguments, serve.run, serve.__doc__ or ""),
-    "plugins": (plugins.add_arguments, plugins.run, plugins.__doc__ or ""),
-    "tokenize": (tokenize.add_tokenize_arguments, tokenize.run_tokenize, tokenize.run_tokenize.__doc__ or ""),
-    "detokenize": (tokenize.add_detokenize_arguments, tokenize.run_detokenize, tokenize.run_detokenize.__doc__ or ""),
+# Command -> module, what adds its flags, what runs it. Only the module that is asked for is loaded.
+_COMMANDS = {
+    "serve": ("serve", "add_arguments", "run"),
+    "plugins": ("plugins", "add_arguments", "run"),
+    "tokenize": ("tokenize", "add_tokenize_arguments", "run_tokenize"),
+    "detokenize": ("tokenize", "add_detokenize_arguments", "run_detokenize"),
 }
 
 
 def main(arguments: Sequence[str]) -> int:
     """Run one command and return its exit code. Errors of this package become one line on stderr."""
     name, rest = (arguments[0], arguments[1:]) if arguments and arguments[0] in _COMMANDS else ("serve", arguments)
-    add_arguments, run, description = _COMMANDS[name]
+    add_arguments, run, description = _command(name)
     parser = argparse.ArgumentParser(
         prog=f"tlaloc-serve {name}",
         description=inspect.cleandoc(description),
@@ -56,6 +57,15 @@ def main(arguments: Sequence[str]) -> int:
         _discard_output()
         print(f"error: {error.filename or 'input or output'}: {error.strerror or error}", file=sys.stderr)
         return ERROR
+
+
+def _command(
+    name: str,
+) -> tuple[Callable[[argparse.ArgumentParser], None], Callable[[argparse.Namespace], int], str]:
+    module_name, add_arguments, run = _COMMANDS[name]
+    module = importlib.import_module(f"tlaloc_serve.app.{module_name}")
+    description = getattr(module, run).__doc__ or module.__doc__ or ""
+    return getattr(module, add_arguments), getattr(module, run), description
 
 
 def _discard_output() -> None:

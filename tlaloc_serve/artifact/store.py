@@ -7,7 +7,6 @@ memory, in the page cache.
 
 from __future__ import annotations
 
-import concurrent.futures
 import hashlib
 import mmap
 import os
@@ -207,6 +206,8 @@ def _map(root: pathlib.Path, weight: Weight, field: str) -> mmap.mmap:
 
 
 def _verify_weights(root: pathlib.Path, manifest: Manifest) -> None:
+    import concurrent.futures  # 15 ms that a start without --verify-weights need not spend
+
     def verify(weight: Weight) -> None:
         with _map(root, weight, f"weights.table {weight.name}") as data:
             digest = hashlib.sha256(data).hexdigest()  # releases the GIL: two threads hash on two cores

@@ -6,7 +6,6 @@ A cancel is a mark that is acted on at the next step boundary, so a sequence is 
 from __future__ import annotations
 
 import contextlib
-import statistics
 import threading
 import time
 from collections.abc import Collection, Iterable, Iterator
@@ -104,7 +103,14 @@ class RunReport:
     def median_step_seconds(self) -> float | None:
         """The median over the steps that compiled nothing, or over all where every step did."""
         settled = [step.seconds for step in self.steps[1:] if not step.compile_seconds]
-        return statistics.median(settled or [step.seconds for step in self.steps]) if self.steps else None
+        return _median(settled or [step.seconds for step in self.steps]) if self.steps else None
+
+
+def _median(values: Seq[float]) -> float:
+    """As `statistics.median`, whose import takes 5 ms of every start."""
+    ordered = sorted(values)
+    middle = len(ordered) // 2
+    return ordered[middle] if len(ordered) % 2 else (ordered[middle - 1] + ordered[middle]) / 2
 
 
 class Engine:

@@ -110,12 +110,13 @@ class Runner:
             self._make_pools()
 
     def _make_pools(self) -> None:
-        for slot in self.artifact.manifest.entries[0].inputs:
-            if slot.role in POOL_OUTPUT_OF:
-                # An anonymous mapping is zero without being written, so the only copy is the transfer itself.
-                zeros = mmap.mmap(-1, slot.type.byte_length)
-                buffer = self.client.buffer_from_host(zeros, slot.type.dtype, slot.type.dims)
-                self.pools[slot.name] = self._stack.enter_context(buffer)
+        slots = [slot for slot in self.artifact.manifest.entries[0].inputs if slot.role in POOL_OUTPUT_OF]
+        # One anonymous mapping, zero without being written, is the source of every pool.
+        zeros = memoryview(mmap.mmap(-1, max(slot.type.byte_length for slot in slots)))
+        for slot in slots:
+            source = zeros[: slot.type.byte_length]
+            buffer = self.client.buffer_from_host(source, slot.type.dtype, slot.type.dims)
+            self.pools[slot.name] = self._stack.enter_context(buffer)
 
     def step(
         self,

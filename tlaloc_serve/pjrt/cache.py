@@ -10,7 +10,6 @@ import contextlib
 import hashlib
 import os
 import pathlib
-import tempfile
 from collections.abc import Mapping
 
 from tlaloc_serve.errors import RequestError
@@ -38,6 +37,8 @@ def file_key(path: str | os.PathLike[str]) -> str:
 
 def write_whole(path: pathlib.Path, data: bytes) -> None:
     """Write `data` to `path` so that a reader sees all of it or what was there before. Raises OSError."""
+    import tempfile  # 5 ms that a start which writes nothing need not spend
+
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, aside = tempfile.mkstemp(dir=path.parent, prefix=".writing-")
     try:
@@ -73,6 +74,8 @@ def open_log(
         return handle, str(path)
     except OSError:
         pass
+    import tempfile
+
     try:
         return tempfile.mkstemp(prefix="tlaloc-plugin-", suffix=".log")
     except OSError:

@@ -14,18 +14,19 @@ import pathlib
 import re
 import resource
 import signal
-import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tlaloc_serve.errors import PjrtError, PluginError, TlalocError
 from tlaloc_serve.pjrt import abi, cache
 from tlaloc_serve.pjrt.platforms import open_client
 from tlaloc_serve.pjrt.plugin import AbiMismatch, Plugin
+
+if TYPE_CHECKING:
+    import subprocess
 
 # Raised whenever this package asks more of a plugin than the version that remembered an answer did.
 _RECORD_VERSION = 1
@@ -101,6 +102,10 @@ def probe(
 
 
 def _ask(path: str, kind: str, timeout_s: float, environ: Mapping[str, str], handle: int, log: str) -> ProbeResult:
+    # A start that remembers the answer need not load these, 9 ms.
+    import subprocess
+    import tempfile
+
     written = os.lseek(handle, 0, os.SEEK_END) if log else 0
     with tempfile.TemporaryFile() as answer:
         command = _command(path, kind, answer.fileno())
