@@ -116,7 +116,7 @@ def text_options(options: argparse.Namespace) -> TextOptions:
     )
 
 
-def sampling_params(options: argparse.Namespace) -> SamplingParams:
+def sampling_params(options: argparse.Namespace, vocab_size: int) -> SamplingParams:
     """Raises RequestError for a value out of range."""
     if options.seed is not None and options.seed < 0:
         raise RequestError("--seed", "out of range", got=options.seed, want="0 or more")
@@ -124,6 +124,8 @@ def sampling_params(options: argparse.Namespace) -> SamplingParams:
     for token, value in options.logit_bias:
         if token in biases:
             raise RequestError("--logit-bias", f"token {token} is given twice", want="one value a token")
+        if not 0 <= token < vocab_size:
+            raise RequestError("--logit-bias", "outside the vocabulary", got=token, want=f"0 to {vocab_size - 1}")
         biases[token] = value
     return SamplingParams(
         temperature=options.temperature,

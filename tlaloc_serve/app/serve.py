@@ -106,10 +106,10 @@ def compiler_for(client: Client, options: argparse.Namespace) -> Compiler:
 
 
 def run(options: argparse.Namespace) -> int:
-    sampling = sampling_params(options)
     about_text = text_options(options)
     directory = _artifact_directory(options.artifact)
     artifact = open_artifact(directory, verify_weights=options.verify_weights)
+    sampling = sampling_params(options, artifact.manifest.model.vocab_size)
     given = read_prompts(options.prompts) or _default_prompts(artifact, options.artifact is None)
     text = open_text(artifact, about_text, _needs_text(options, given))
     prompts = text.encode_all(given)
