@@ -14,6 +14,7 @@ import unittest
 from typing import Any
 from unittest import mock
 
+from tests.host.test_chat import SMOLLM2 as SMOLLM2_TEMPLATE
 from tests.host.test_cli import base_interpreter
 from tests.support import REPO, load_json, shared
 from tlaloc_serve.app.options import MAX_INPUT_BYTES
@@ -104,8 +105,6 @@ class Chat(unittest.TestCase):
             self.assertEqual((ids.count(362), ids.count(363)), (3, 2))
 
     def test_the_template_is_the_artifacts_unless_one_is_named(self) -> None:
-        text = load_json(shared("checkpoints", "smollm2", "golden_public.json"))["cases"][-1]
-        self.assertIn("chat template", text["kinds"])
         for template in ("no such template\nat all", None):
             artifact = artifact_of("qwen2", chat_template=template)
             with self.subTest(template), self.assertRaises(TokenizerError) as caught:
@@ -121,6 +120,37 @@ class Chat(unittest.TestCase):
     def test_a_template_whose_bos_the_tokenizer_lacks(self) -> None:
         with self.assertRaisesRegex(TokenizerError, r"'llama-3'.*<\|begin_of_text\|>.*--chat-template"):
             encode(artifact_of("qwen2"), UserMessage("Hi"), template="llama-3")
+
+
+class SmolLM2(unittest.TestCase):
+    def test_the_prompts_of_the_real_model(self) -> None:
+        """The golden prompt ids of transformers, for texts and for the chat whose template is told by its hash."""
+        opened = open_artifact(path_of("qwen2"))
+        frontend = dataclasses.replace(
+            opened.manifest.frontend, bos_token_id=1, add_bos=False, chat_template=SMOLLM2_TEMPLATE
+        )
+        manifest = dataclasses.replace(
+            opened.manifest, frontend=frontend, model=dataclasses.replace(opened.manifest.model, vocab_size=49152)
+        )
+        data = shared("checkpoints", "tokenizers", "smollm2", "tokenizer.json").read_bytes()
+        artifact = Artifact(opened.root, manifest, {}, data, False)
+        chats = 0
+        for case in load_json(shared("checkpoints", "smollm2", "golden_public.json"))["cases"]:
+            prompt: Prompt = PlainText(case["text"])
+            system = None
+            if "messages" in case:
+                chats += 1
+                system, user = (message["content"] for message in case["messages"])
+                prompt = UserMessage(user)
+            text = open_text(artifact, TextOptions(system=system), "--text")
+            self.assertEqual(text.encode_all([prompt]), [case["ids"]])
+            stream = text.stream(case["ids"])
+            assert stream is not None
+            for token in case["generated"]:
+                stream.push(token)
+            stream.finish()
+            self.assertEqual(stream.text, case["completion"].removesuffix("<|im_end|>"))
+        self.assertEqual((chats, text.facts()["chatTemplate"]), (1, "smollm2"))
 
 
 class Source(unittest.TestCase):
