@@ -16,6 +16,7 @@ import tempfile
 import unittest
 from array import array
 from typing import Any
+from unittest import mock
 
 from tests.support import cpu_plugins, engine_on, ids, load_json, shared
 from tlaloc_serve.artifact.manifest import Kind, Manifest
@@ -55,7 +56,7 @@ def cases(name: str) -> list[dict[str, Any]]:
 
 
 @functools.cache
-def exported(name: str, weights: str = "f32", config: str = "config.json") -> pathlib.Path:
+def exported(name: str, weights: str = "f32", config: str = "config.json", again: bool = False) -> pathlib.Path:
     """The artifact of a checkpoint: batch 1 and 4, prefill of a whole context and of a chunk."""
     source = shared("checkpoints", name)
     if config != "config.json":
@@ -64,7 +65,7 @@ def exported(name: str, weights: str = "f32", config: str = "config.json") -> pa
         (copy / "config.json").unlink()
         shutil.copyfile(source / config, copy / "config.json")
         source = copy
-    out = pathlib.Path(_folder.name, f"{name}-{weights}-{config}.artifact")
+    out = pathlib.Path(_folder.name, f"{name}-{weights}-{config}-{again}.artifact")
     plan = plan_export(
         open_checkpoint(str(source)), ExportOptions(batch=(1, BATCH), context=(CONTEXT,), weights=weights)
     )
@@ -158,6 +159,14 @@ class Golden(unittest.TestCase):
                         picked = rounded[number][step].index(max(rounded[number][step]))
                         self.assertEqual(picked, want, f"{name}, case {number}, step {step}")
             self.assertGreater(decided, 0.7 * steps, f"{name}: the rule decides too little to mean anything")
+
+    def test_attention_with_more_kv_heads_than_the_block_diagonal_form_is_for(self) -> None:
+        with mock.patch("tlaloc_serve.export.paged.MOST_BLOCK_DIAGONAL_HEADS", 1):
+            artifact = exported("llama_mha_tied", config="config.json", again=True)
+        body = next(path for path in (artifact / "bodies").iterdir() if "tensor<4x4x1x1x128xf32>" in path.read_text())
+        self.assertTrue(body.is_file(), "a decode body of batch 4 with grouped scores")
+        with engine_on(cpu_plugins()[0], artifact) as engine:
+            self.check(engine, "llama_mha_tied", None, True)
 
     def test_bf16_halves_the_artifact(self) -> None:
         sizes = [sum(path.stat().st_size for path in (exported("llama_bias", dtype) / "weights").iterdir())

@@ -23,6 +23,7 @@ from tlaloc_serve.export.report import Facts, export_facts, export_lines, size_t
 from tlaloc_serve.export.write import (
     DEFAULT_BATCHES,
     DEFAULT_BLOCK_SIZE,
+    DEFAULT_PREFILL_CHUNK,
     WEIGHT_DTYPES,
     ExportOptions,
     export_checkpoint,
@@ -90,7 +91,8 @@ def _parser(default_root: str) -> argparse.ArgumentParser:
                         "the scratch page)")
     parser.add_argument("--weights", choices=WEIGHT_DTYPES, help="dtype of the matrices (default: f32)")
     parser.add_argument("--prefill-chunk", type=int, metavar="N",
-                        help="tokens a sequence that one prefill call takes (default: the entry's whole context)")
+                        help="tokens a sequence that one prefill call takes (default: the entry's context, at most "
+                        f"{DEFAULT_PREFILL_CHUNK})")
     parser.add_argument("--json", action="store_true", help="print the facts as JSON")
     return parser
 

@@ -51,14 +51,15 @@ class Arguments:
     weights: dict[str, Value]
 
 
-def ladder_points(ladder: Ladder, prefill_chunk: int | None, *, prefill: bool = True) -> tuple[Point, ...]:
-    """Every decode point, then every prefill point. A prefill call takes `prefill_chunk` tokens a sequence, or as many
-    as the rung's context holds where that is fewer or no chunk is given."""
+def ladder_points(ladder: Ladder, prefill_chunk: int | None) -> tuple[Point, ...]:
+    """Every decode point, then every prefill point; none of those without a `prefill_chunk`.
+
+    A prefill call takes `prefill_chunk` tokens a sequence, or the rung's context where that is fewer.
+    """
     rungs = [(batch, context) for batch in ladder.batch for context in ladder.context]
     points = [Point(Kind.DECODE, batch, context, 1) for batch, context in rungs]
-    if prefill:
-        chunk = prefill_chunk or ladder.max_context
-        points += [Point(Kind.PREFILL, batch, context, min(chunk, context)) for batch, context in rungs]
+    if prefill_chunk is not None:
+        points += [Point(Kind.PREFILL, batch, context, min(prefill_chunk, context)) for batch, context in rungs]
     return tuple(points)
 
 

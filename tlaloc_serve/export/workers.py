@@ -64,9 +64,8 @@ class Workers:
 
     def _run(self, job: Job) -> Staged:
         child = None if self._small or self._count < 2 else self._child()
-        if child is None:
+        if child is None or child.stdin is None or child.stdout is None:
             return stage(job)
-        assert child.stdin is not None and child.stdout is not None
         try:
             pickle.dump(job, child.stdin)
             child.stdin.flush()

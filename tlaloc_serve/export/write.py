@@ -44,6 +44,8 @@ TARGET = "generic"
 DEFAULT_BATCHES = (1, 2, 4)
 DEFAULT_CONTEXTS = (64, 128, 256, 512)
 DEFAULT_BLOCK_SIZE = 16
+# Scores of a prefill call take heads x tokens x context numbers a layer: more tokens a call would cost gigabytes.
+DEFAULT_PREFILL_CHUNK = 512
 WEIGHT_DTYPES = ("f32", "bf16")
 _SPARE_BYTES = 16 << 20  # of disk, for bodies and manifest
 
@@ -65,7 +67,7 @@ class ExportOptions:
     num_blocks: int | None = None
     layers: int | None = None
     weights: str = "f32"
-    prefill_chunk: int | None = None
+    prefill_chunk: int = DEFAULT_PREFILL_CHUNK
 
 
 @dataclass(frozen=True)
@@ -87,7 +89,7 @@ def plan_export(checkpoint: Checkpoint, options: ExportOptions) -> Plan:
         raise ExportError("--layers", "not usable", got=layers, want=f"1 to {config.num_layers}")
     if options.weights not in WEIGHT_DTYPES:
         raise ExportError("--weights", "not usable", got=options.weights, want=" or ".join(WEIGHT_DTYPES))
-    if options.prefill_chunk is not None and options.prefill_chunk < 1:
+    if options.prefill_chunk < 1:
         raise ExportError("--prefill-chunk", "not usable", got=options.prefill_chunk, want="at least 1")
     ladder = _ladder(options, config.max_positions)
     blocks = ladder.max_context // ladder.block_size
@@ -279,7 +281,7 @@ def _write_programs(
 def export_reference(out: str) -> Manifest:
     """Write the reference decode graph to the directory `out`. Raises ExportError."""
     with ArtifactWriter(out) as writer:
-        points = ladder_points(reference.LADDER, None, prefill=False)
+        points = ladder_points(reference.LADDER, None)
         bodies = [_write_body(writer, reference.MODEL, point, (), reference.reference_body) for point in points]
         manifest = Manifest(
             schema=2,
