@@ -28,13 +28,15 @@ from tlaloc_serve.export.paged import (
 
 @dataclass(frozen=True)
 class _Step:
-    """What every layer of one entry shares. cos and sin are [N, 1, D / 2] f32; masks has one mask a window."""
+    """What every layer of one entry shares.
+
+    turns has the cosines and sines [N, heads, D / 2] f32 for each number of heads; masks has one mask a window.
+    """
 
     point: Point
     heads: Heads
     places: Value
-    cos: Value
-    sin: Value
+    turns: dict[int, tuple[Value, Value]]
     masks: dict[int | None, Value]
 
 
@@ -73,6 +75,11 @@ def _prepare(
     position = body.convert(body.reshape(given.positions, rows), "f32")
     turn = body.constant(config.inverse_frequencies, TensorType("f32", (half,)))
     angles = body.binary("multiply", body.broadcast(position, angle.dims, [0]), body.broadcast(turn, angle.dims, [1]))
+    tables = [body.reshape(body.unary(name, angles), rows, 1, half) for name in ("cosine", "sine")]
+    turns = {}
+    for count in sorted({heads.query, heads.kv}):
+        cos, sin = (body.broadcast(table, (rows, count, half), [0, 1, 2]) for table in tables)
+        turns[count] = (cos, sin)
     masks = {}
     for window in sorted(set(config.windows[:layers]), key=lambda window: window or 0):
         if point.kind == Kind.DECODE:
@@ -83,8 +90,7 @@ def _prepare(
         point=point,
         heads=heads,
         places=slot_places(body, given.slot_mapping, block_size),
-        cos=body.reshape(body.unary("cosine", angles), rows, 1, half),
-        sin=body.reshape(body.unary("sine", angles), rows, 1, half),
+        turns=turns,
         masks=masks,
     )
 
@@ -153,7 +159,7 @@ def _rotate(body: Body, x: Value, step: _Step) -> Value:
     """Rotary embedding of x [N, heads, D]: the first half of D is rotated against the second."""
     half = x.dims[2] // 2
     first, second = body.slice(x, 2, 0, half), body.slice(x, 2, half, 2 * half)
-    cos, sin = (body.broadcast(table, first.dims, [0, 1, 2]) for table in (step.cos, step.sin))
+    cos, sin = step.turns[x.dims[1]]
     left = body.binary("subtract", body.binary("multiply", first, cos), body.binary("multiply", second, sin))
     right = body.binary("add", body.binary("multiply", second, cos), body.binary("multiply", first, sin))
     return body.concatenate([left, right], 2)
