@@ -193,8 +193,12 @@ def _checked(artifact: Artifact, tokenizer: Tokenizer, path: str, origin: str) -
     vocab, size = artifact.manifest.model.vocab_size, tokenizer.vocab_size
     if size > vocab:
         raise TokenizerError(path, "the tokenizer has ids that the model does not", got=size, want=f"at most {vocab}")
-    if vocab - size > max(_PADDING_IDS, vocab // _PADDING_SHARE):
+    padding = max(_PADDING_IDS, vocab // _PADDING_SHARE)
+    if vocab - size > padding:
         raise TokenizerError(
-            path, "this is another model's tokenizer", got=f"{size} tokens", want=f"about the model's {vocab}"
+            path,
+            "another model's tokenizer",
+            got=f"{size} tokens",
+            want=f"{vocab} as the model, or up to {padding} fewer",
         )
     return tokenizer, Source(path, origin, size, vocab - size)
