@@ -22,6 +22,7 @@ OK, ERROR, USAGE, INTERRUPTED, PIPE_CLOSED = 0, 1, 2, 130, 141
 # Command -> module, what adds its flags, what runs it. Only the module that is asked for is loaded.
 _COMMANDS = {
     "serve": ("serve", "add_arguments", "run"),
+    "bench": ("bench", "add_arguments", "run"),
     "plugins": ("plugins", "add_arguments", "run"),
     "tokenize": ("tokenize", "add_tokenize_arguments", "run_tokenize"),
     "detokenize": ("tokenize", "add_detokenize_arguments", "run_detokenize"),

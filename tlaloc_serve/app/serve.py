@@ -29,8 +29,7 @@ from tlaloc_serve.app.options import (
     text_options,
 )
 from tlaloc_serve.app.screen import LiveText, Progress, print_lines
-from tlaloc_serve.app.stream import TextStream
-from tlaloc_serve.app.text import PlainText, Prompt, UserMessage, open_text
+from tlaloc_serve.app.text import PlainText, Prompt, Text, UserMessage, open_text
 from tlaloc_serve.artifact.store import Artifact, open_artifact
 from tlaloc_serve.engine.compiler import Compiler
 from tlaloc_serve.engine.executables import ExecutableCache
@@ -107,7 +106,7 @@ def compiler_for(client: Client, options: argparse.Namespace) -> Compiler:
 
 def run(options: argparse.Namespace) -> int:
     about_text = text_options(options)
-    directory = _artifact_directory(options.artifact)
+    directory = artifact_directory(options.artifact)
     artifact = open_artifact(directory, verify_weights=options.verify_weights)
     sampling = sampling_params(options, artifact.manifest.model.vocab_size)
     given = read_prompts(options.prompts) or _default_prompts(artifact, options.artifact is None)
@@ -117,7 +116,7 @@ def run(options: argparse.Namespace) -> int:
     Scheduler(artifact.manifest).check(prompts, options.max_new)
     choice = choose(options.platform, options.plugin, options.preflight_timeout, log=options.plugin_log)
     if isinstance(choice, NothingToRunOn):
-        return _skip(choice, directory, options.json)
+        return print_skip(choice, directory, options.json)
     with contextlib.ExitStack() as stack:
         log = stack.enter_context(redirect_stderr(choice.path, log=options.plugin_log))
         client = stack.enter_context(choice.open_client())
@@ -130,9 +129,7 @@ def run(options: argparse.Namespace) -> int:
             "tried": [answer.to_dict() for answer in choice.tried],
         }
         stack.enter_context(_cancel_on_interrupt(engine))
-        streams = [text.stream(prompt) for prompt in prompts]
-        live = LiveText(len(prompts), sys.stdout) if _streams(options, given) else None
-        return _decode(engine, prompts, sampling, options, facts, streams, live)
+        return _Run(engine, options, sampling, prompts, text, _streams(options, given)).show(facts)
     raise AssertionError("unreachable")
 
 
@@ -153,76 +150,89 @@ def _streams(options: argparse.Namespace, prompts: Sequence[Prompt]) -> bool:
     return sys.stdout.isatty() and not all(isinstance(prompt, list) for prompt in prompts)
 
 
-def _decode(
-    engine: Engine,
-    prompts: list[list[int]],
-    sampling: SamplingParams,
-    options: argparse.Namespace,
-    facts: report.Facts,
-    streams: Sequence[TextStream | None],
-    live: LiveText | None,
-) -> int:
-    events = engine.generate(
-        prompts,
-        options.max_new,
-        sampling=sampling,
-        eos_ids=() if options.ignore_eos else None,
-        pick_all=report.picks_word(sampling) == "argmax",
-    )
-    say = (lambda lines: None) if options.json else print_lines
-    say(report.header_lines(facts))
+class _Run:
+    """One run: the engine's events become lines, texts and facts."""
 
-    def run_facts() -> report.Facts:
-        return report.run_facts(engine.report, options.max_new is not None, sampling)
+    def __init__(
+        self,
+        engine: Engine,
+        options: argparse.Namespace,
+        sampling: SamplingParams,
+        prompts: list[list[int]],
+        text: Text,
+        streams: bool,
+    ):
+        self._engine = engine
+        self._options = options
+        self._sampling = sampling
+        self._prompts = prompts
+        self._streams = [text.stream(prompt) for prompt in prompts]
+        self._live = LiveText(len(prompts), sys.stdout) if streams else None
+        self._say = (lambda lines: None) if options.json else print_lines
 
-    progress = Progress()
-    with live or contextlib.nullcontext():
-        for event in events:
-            if isinstance(event, Staged):
-                progress.show(event.done, event.total)
-            elif isinstance(event, Step):
-                progress.clear()
-                if event.number == 0:
-                    say(report.request_lines(run_facts(), engine.artifact.manifest.ladder))
-                if live is None:
-                    say(report.step_lines(report.step_facts(event, report.picks_word(sampling)), len(prompts) > 1))
-            else:
-                _follow(engine, event, streams, live)
-    facts["run"] = run_facts()
-    for sequence, stream in zip(facts["run"]["sequences"], streams, strict=True):
-        sequence.update(_text_facts(stream, sequence["reason"]))
-    say(report.footer_lines(facts["run"], live is not None))
-    if options.json:
-        print(json.dumps(facts))
-    cancelled = any(sequence["reason"] == Reason.CANCELLED for sequence in facts["run"]["sequences"])
-    return _INTERRUPTED if cancelled else 0
+    def show(self, facts: report.Facts) -> int:
+        """Decode and print all there is to read of it; the exit code. `facts` are known before the first step."""
+        self._say(report.header_lines(facts))
+        self._decode()
+        facts["run"] = self._facts()
+        self._say(report.footer_lines(facts["run"], self._live is not None))
+        if self._options.json:
+            print(json.dumps(facts))
+        cancelled = any(sequence["reason"] == Reason.CANCELLED for sequence in facts["run"]["sequences"])
+        return _INTERRUPTED if cancelled else 0
+
+    def _decode(self) -> None:
+        events = self._engine.generate(
+            self._prompts,
+            self._options.max_new,
+            sampling=self._sampling,
+            eos_ids=() if self._options.ignore_eos else None,
+            pick_all=report.picks_word(self._sampling) == "argmax",
+        )
+        progress = Progress()
+        with self._live or contextlib.nullcontext():
+            for event in events:
+                if isinstance(event, Staged):
+                    progress.show(event.done, event.total)
+                elif isinstance(event, Step):
+                    progress.clear()
+                    self._on_step(event)
+                else:
+                    self._on_text(event)
+
+    def _on_step(self, step: Step) -> None:
+        if step.number == 0:
+            self._say(report.request_lines(self._facts(), self._engine.artifact.manifest.ladder))
+        if self._live is None:
+            facts = report.step_facts(step, report.picks_word(self._sampling))
+            self._say(report.step_lines(facts, len(self._prompts) > 1))
+
+    def _on_text(self, event: Token | Finished) -> None:
+        """Turn a generated id, or a sequence's end, into text; stop the sequence where that completes a stop string."""
+        stream = self._streams[event.sequence]
+        if stream is None:
+            return
+        text = stream.push(event.id) if isinstance(event, Token) else stream.finish()
+        if isinstance(event, Token) and stream.stopped:
+            self._engine.stop(event.sequence)
+        if self._live is not None:
+            self._live.add(event.sequence, text)
+            if isinstance(event, Finished):
+                self._live.end(event.sequence)
+
+    def _facts(self) -> report.Facts:
+        facts = report.run_facts(self._engine.report, self._options.max_new is not None, self._sampling)
+        for sequence, stream in zip(facts["sequences"], self._streams, strict=True):
+            sequence["text"] = stream and stream.prompt_text
+            sequence["completion"] = stream and stream.text
+            # The last id can complete a stop string that its decoder gives out only at the end.
+            if stream and stream.stopped and sequence["reason"] in (Reason.LENGTH, Reason.CONTEXT, Reason.EOS):
+                sequence["reason"] = Reason.STOP
+        return facts
 
 
-def _follow(
-    engine: Engine, event: Token | Finished, streams: Sequence[TextStream | None], live: LiveText | None
-) -> None:
-    """Turn a generated id, or a sequence's end, into text; stop the sequence where a stop string was completed."""
-    stream = streams[event.sequence]
-    if stream is None:
-        return
-    text = stream.push(event.id) if isinstance(event, Token) else stream.finish()
-    if isinstance(event, Token) and stream.stopped:
-        engine.stop(event.sequence)
-    if live is not None:
-        live.add(event.sequence, text)
-        if isinstance(event, Finished):
-            live.end(event.sequence)
-
-
-def _text_facts(stream: TextStream | None, reason: str) -> report.Facts:
-    if stream is None:
-        return {"text": None, "completion": None}
-    # The last id can complete a stop string that its decoder only gave at the end.
-    stopped = stream.stopped and reason in (Reason.LENGTH, Reason.CONTEXT, Reason.EOS)
-    return {"text": stream.prompt_text, "completion": stream.text, "reason": Reason.STOP if stopped else reason}
-
-
-def _skip(nothing: NothingToRunOn, directory: pathlib.Path, as_json: bool) -> int:
+def print_skip(nothing: NothingToRunOn, directory: pathlib.Path, as_json: bool) -> int:
+    """Say that this machine has nothing to run on and where was looked; the exit code."""
     if as_json:
         tried = [answer.to_dict() for answer in nothing.tried]
         print(json.dumps({"skip": nothing.text, "artifact": str(directory), "tried": tried}))
@@ -232,7 +242,8 @@ def _skip(nothing: NothingToRunOn, directory: pathlib.Path, as_json: bool) -> in
     return 0
 
 
-def _artifact_directory(given: str | None) -> pathlib.Path:
+def artifact_directory(given: str | None) -> pathlib.Path:
+    """The directory that --artifact names, the reference artifact without it."""
     if given is not None:
         return pathlib.Path(given)
     if not REFERENCE.is_dir():

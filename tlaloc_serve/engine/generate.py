@@ -158,6 +158,11 @@ class Engine:
         """End every sequence of the run in progress at the next step boundary, with the reason `cancelled`."""
         self._cancelled.set()
 
+    def stage(self) -> Iterator[Staged]:
+        """Put weights and pools on the device now; `generate` does it before the first step of the first run."""
+        for done, total in self._runner.stage():
+            yield Staged(done, total)
+
     def generate(
         self,
         prompts: Iterable[Seq[int]],
@@ -219,8 +224,7 @@ class Engine:
         before = self._counts()
         begin = time.perf_counter()
         try:
-            for done, total in self._runner.stage():
-                yield Staged(done, total)
+            yield from self.stage()
             while not self._cancelled.is_set() and (batch := self._scheduler.next_batch()) is not None:
                 heats = [samplers[row.sequence].temperature if row.last else None for row in batch.rows]
                 result = self._runner.step(batch, temperatures=heats, pick_all=pick_all)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+from collections.abc import Callable
 from typing import Any
 
 from tlaloc_serve.errors import OutOfMemory, PjrtError, PluginError
@@ -91,6 +92,10 @@ class Plugin:
             prototype = _VOID_FUNCTION if name in abi.VOID_FUNCTIONS else _FUNCTION
             function = self._functions[name] = prototype(address)
         return function
+
+    def wrap(self, name: str, wrapper: Callable[[Any], Any]) -> None:
+        """Put `wrapper` around the function `name` for all that bind it from now on; for measuring."""
+        self._functions[name] = wrapper(self.function(name))
 
     def call(self, name: str, args: abi.Struct) -> None:
         """Fill `args.struct_size`, call `name`, raise PjrtError (or OutOfMemory) when it returns an error."""
