@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import errno
 import hashlib
@@ -9,11 +10,13 @@ import json
 import os
 import pathlib
 import shutil
+import signal
 import struct
 import subprocess
 import sys
 import tempfile
 import unittest
+from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
@@ -22,9 +25,8 @@ from tests.support import shared
 from tlaloc_serve.artifact.manifest import MANIFEST_NAME, Manifest
 from tlaloc_serve.artifact.store import open_artifact
 from tlaloc_serve.errors import ExportError
-from tlaloc_serve.export import staging
+from tlaloc_serve.export import staging, workers
 from tlaloc_serve.export.checkpoint import open_checkpoint
-from tlaloc_serve.export.workers import Workers
 from tlaloc_serve.export.write import ExportOptions, export_checkpoint, plan_export
 
 SMALL = {"batch": (1, 2), "context": (16, 32)}
@@ -33,6 +35,17 @@ RENAME = os.rename
 
 def contents(folder: pathlib.Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+@contextlib.contextmanager
+def forking() -> Iterator[None]:
+    """Two children for any work, whatever threads the test run has."""
+    with (
+        mock.patch.object(workers, "_WORTH_A_CHILD", 0),
+        mock.patch.object(workers, "_may_fork", return_value=True),
+        mock.patch("tlaloc_serve.export.write.core_count", return_value=2),
+    ):
+        yield
 
 
 class Case(unittest.TestCase):
@@ -143,8 +156,9 @@ class Artifact(Case):
     def test_children_write_what_the_process_itself_writes(self) -> None:
         self.export()
         first = contents(self.out)
-        with mock.patch("tlaloc_serve.export.workers._WORTH_A_CHILD", 0):
+        with forking(), mock.patch("tlaloc_serve.export.workers._Child", wraps=workers._Child) as child:
             self.export()
+        self.assertEqual(child.call_count, 2)
         self.assertEqual(contents(self.out), first)
 
     def test_the_model_hash_follows_weights_and_architecture(self) -> None:
@@ -299,26 +313,18 @@ class Crash(Case):
     def test_ctrl_c(self) -> None:
         for children in (False, True):
             plan = plan_export(open_checkpoint(str(self.checkpoint)), ExportOptions(**SMALL))
-            with (
-                mock.patch("tlaloc_serve.export.workers._WORTH_A_CHILD", 0 if children else 1 << 30),
-                self.assertRaises(KeyboardInterrupt),
-            ):
+            with forking() if children else contextlib.nullcontext(), self.assertRaises(KeyboardInterrupt):
                 export_checkpoint(plan, str(self.out), mock.Mock(side_effect=[None, None, KeyboardInterrupt]))
             self.assertEqual(self.left(), [])
 
     def test_a_child_that_dies(self) -> None:
-        def die(workers: Workers) -> subprocess.Popen[bytes]:
-            with workers._lock:
-                if workers._closed:
-                    raise ExportError("export", "stopped")
-                child = subprocess.Popen([sys.executable, "-c", ""], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-                workers._children.append(child)
-            return child
+        def killed(job: staging.Job) -> staging.Staged:
+            os.kill(os.getpid(), signal.SIGKILL)
+            raise AssertionError
 
         with (
-            mock.patch("tlaloc_serve.export.workers._WORTH_A_CHILD", 0),
-            mock.patch.object(Workers, "_child", die),
-            mock.patch("tlaloc_serve.export.write.core_count", return_value=2),
+            forking(),
+            mock.patch("tlaloc_serve.export.workers.stage", killed),
             self.assertRaises(ExportError) as caught,
         ):
             self.export()
@@ -326,12 +332,23 @@ class Crash(Case):
         self.assertEqual(self.left(), [])
 
     def test_no_child_can_be_started(self) -> None:
-        with (
-            mock.patch("tlaloc_serve.export.workers._WORTH_A_CHILD", 0),
-            mock.patch("tlaloc_serve.export.workers.subprocess.Popen", side_effect=OSError(errno.EAGAIN, "no")),
-        ):
+        with forking(), mock.patch("tlaloc_serve.export.workers.os.fork", side_effect=OSError(errno.EAGAIN, "no")):
             self.export()
         open_artifact(self.out, verify_weights=True)
+
+    def test_an_error_in_a_child_is_raised_here(self) -> None:
+        plan = plan_export(open_checkpoint(str(self.checkpoint)), ExportOptions(**SMALL))
+        os.truncate(self.checkpoint / "model.safetensors", 4000)
+        with forking(), self.assertRaises(ExportError) as caught:
+            export_checkpoint(plan, str(self.out))
+        self.assertIn(str(self.checkpoint / "model.safetensors"), str(caught.exception))
+        self.assertIn("has become shorter", str(caught.exception))
+
+    def test_no_child_outlives_the_export(self) -> None:
+        with forking():
+            self.export()
+        with self.assertRaises(ChildProcessError):
+            os.waitpid(-1, os.WNOHANG)
 
     def test_a_checkpoint_that_shrinks_while_it_is_read(self) -> None:
         plan = plan_export(open_checkpoint(str(self.checkpoint)), ExportOptions(**SMALL))

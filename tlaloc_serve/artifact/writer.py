@@ -2,8 +2,8 @@
 
 Rules: nothing that is not an artifact is ever overwritten. Until `commit` the destination is as it was; a crash, a
 full disk or Ctrl-C leaves at most a folder `.NAME.tmp-PID` beside it, which the next export to that name removes.
-The manifest is flushed to the disk before the move; weights are not (that would cost more than writing them), since
-a reader refuses a weight of the wrong size, and one with the wrong hash when asked to verify.
+Nothing is flushed to the disk, which would cost more than the writing: after a power cut a reader refuses a manifest or
+a body that is damaged and a weight of the wrong size, and with `--verify-weights` one of the wrong content.
 """
 
 from __future__ import annotations
@@ -106,10 +106,7 @@ class ArtifactWriter:
         data = json.dumps(manifest.to_json(), separators=(",", ":"), ensure_ascii=False).encode("utf-8")
         self.write(MANIFEST_NAME, data)
         try:
-            _flush(self.folder / MANIFEST_NAME)
-            _flush(self.folder)
             self._move()
-            _flush(self.destination.parent)
         except OSError as error:
             raise write_failure(self.destination, error) from None
 
@@ -146,14 +143,6 @@ def write_failure(path: str | os.PathLike[str], error: OSError) -> ExportError:
     """An OSError from writing, as the error that names the file and what to do."""
     todo = "free some space or choose another --out" if error.errno in (28, 122) else None  # ENOSPC, EDQUOT
     return ExportError(str(path), f"cannot be written: {error.strerror}", todo=todo)
-
-
-def _flush(path: pathlib.Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def _alive(pid: int) -> bool:

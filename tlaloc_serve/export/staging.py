@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import os
-import pickle
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -152,18 +150,3 @@ def _write(path: str, target: int, chunk: floats.Bytes) -> int:
     except OSError as error:
         raise write_failure(path, error) from None
     return done
-
-
-def serve() -> None:
-    """The loop of a child of `Workers`: a pickled Job in; a pickled Staged out, or (where, what) of an ExportError."""
-    while True:
-        try:
-            job = pickle.load(sys.stdin.buffer)
-        except EOFError:
-            return
-        try:
-            result: object = stage(job)
-        except ExportError as error:
-            result = (error.where, str(error)[len(error.where) + 2 :])
-        pickle.dump(result, sys.stdout.buffer)
-        sys.stdout.buffer.flush()
