@@ -11,8 +11,8 @@ from __future__ import annotations
 import math
 import struct
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import lru_cache
+from typing import NamedTuple
 
 from tlaloc_serve.artifact.manifest import TensorType
 from tlaloc_serve.errors import ExportError
@@ -22,9 +22,8 @@ _BEYOND_F32 = float.fromhex("0x1.ffffffp+127")  # rounds to infinity; what is sm
 _FLOAT = ("f32", "bf16", "f16", "f64")
 
 
-@dataclass(frozen=True)
-class Value:
-    """An SSA value of the body: its name (`%12`) and its type."""
+class Value(NamedTuple):
+    """An SSA value of the body: its name (`%12`) and its type. A tuple, since a model's bodies have 100,000 of them."""
 
     name: str
     type: TensorType
