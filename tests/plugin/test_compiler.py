@@ -85,16 +85,15 @@ class Golden(Cached):
 
     def test_with_the_options_on_and_off(self) -> None:
         for plugin in cpu_plugins():
-            for options in (WITHOUT_DEFAULT, {OPTION: "fusion"}):
-                for artifact, golden in ARTIFACTS[2:]:
-                    cases = load_json(shared("artifacts", f"{golden}.golden.json"))[:2]
-                    with (
-                        self.subTest(plugin=plugin, options=options, artifact=artifact),
-                        self.engine(plugin, artifact, **options) as engine,
-                    ):
-                        for case in cases:
-                            self.assertEqual(ids(engine, [case["prompt"]], len(case["generated"])), [case["generated"]])
-                        self.assertEqual(dict(engine._runner.compiler.log[0].options), options)
+            for (artifact, golden), options in zip(ARTIFACTS[2:], ({OPTION: "fusion"}, WITHOUT_DEFAULT), strict=True):
+                cases = load_json(shared("artifacts", f"{golden}.golden.json"))[:2]
+                with (
+                    self.subTest(plugin=plugin, options=options, artifact=artifact),
+                    self.engine(plugin, artifact, **options) as engine,
+                ):
+                    for case in cases:
+                        self.assertEqual(ids(engine, [case["prompt"]], len(case["generated"])), [case["generated"]])
+                    self.assertEqual(dict(engine._runner.compiler.log[0].options), options)
 
 
 class Damage(Cached):
