@@ -3,11 +3,12 @@
 
     python3 examples/bench_export.py [--safetensors DIR] [--gguf FILE] [--work DIR] [--repeat 5] [--no-serve]
 
-`copy`       an f32 safetensors checkpoint against `cp` of the same file, in turns; medians
+`copy`       an f32 safetensors checkpoint against `cp` of the same file, in turns; medians. `process` counts the start
+             of the interpreter too
 `gguf`       seconds for a GGUF file
 `tinyllama`  a random bf16 checkpoint of TinyLlama-1.1B's shape, made here (2.2 GB), to an f32 artifact (4.4 GB), which
              is then served for a few steps unless --no-serve
-Without --safetensors a random f32 checkpoint of SmolLM2-135M's shape is made. `peak_rss_mb` adds up the peaks of the
+Without --safetensors a random f32 checkpoint of 1.9 GB is made. `peak_rss_mb` adds up the peaks of the
 exporter and its children; the limit that goes with it is 2.5 times the largest tensor and 150 MiB.
 Everything is written below --work (default: a temporary folder here), which needs about 8 GB free.
 """
@@ -36,8 +37,7 @@ TINYLLAMA = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidd
              "hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 22, "num_attention_heads": 32,
              "num_key_value_heads": 4, "max_position_embeddings": 2048, "rms_norm_eps": 1e-5,
              "tie_word_embeddings": False, "rope_theta": 10000.0, "bos_token_id": 1, "eos_token_id": 2}  # fmt: skip
-SMOLLM2 = {**TINYLLAMA, "vocab_size": 49152, "hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30,
-           "num_attention_heads": 9, "num_key_value_heads": 3, "tie_word_embeddings": True}  # fmt: skip
+EIGHT_LAYERS = {**TINYLLAMA, "num_hidden_layers": 8}
 
 
 def shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
@@ -150,7 +150,7 @@ def bench_copy(checkpoint: pathlib.Path, work: pathlib.Path, repeat: int) -> Non
         copies.append(time.perf_counter() - begin)
         (work / "copy").unlink()
         shutil.rmtree(work / "artifact", ignore_errors=True)
-        result = export(checkpoint, work / "artifact")
+        result = export(checkpoint, work / "artifact", "--batch", "1", "--context", "64")
         exports.append(result["seconds"])
         inner.append(result["facts"]["seconds"])
     cp, whole, own = (size / MIB / statistics.median(times) for times in (copies, exports, inner))
@@ -177,7 +177,9 @@ def bench_tinyllama(work: pathlib.Path, serve: bool) -> None:
         command = [sys.executable, str(HERE.parent / "serve.py"), "--artifact", str(out), "--prompt", "1,450,7483",
                    "--max-new", "4", "--ignore-eos", "--json"]  # fmt: skip
         done = subprocess.run(command, stdout=subprocess.PIPE, check=True)
-        run = json.loads(done.stdout)["run"]
+        run = json.loads(done.stdout).get("run")
+        if run is None:
+            raise SystemExit("nothing to serve it on: python3 -m tlaloc_serve plugins --fetch cpu, or --no-serve")
         say("tinyllama served", generated=run["sequences"][0]["generated"], median_step_ms=run["medianStepMs"])
 
 
@@ -193,8 +195,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory(dir=given.work, prefix="bench-") as folder:
         work = pathlib.Path(folder)
         if given.safetensors is None:
-            given.safetensors = work / "smollm2-shape"
-            make_checkpoint(given.safetensors, SMOLLM2, "F32")
+            given.safetensors = work / "eight-layers"
+            make_checkpoint(given.safetensors, EIGHT_LAYERS, "F32")
         bench_copy(given.safetensors, work, given.repeat)
         if given.gguf is not None:
             bench_gguf(given.gguf, work)
