@@ -221,6 +221,10 @@ class Body:
         names = ", ".join(part.name for part in parts)
         return self._emit(result, f"stablehlo.concatenate {names}, dim = {axis} : ({types}) -> {mlir_type(result)}")
 
+    def barrier(self, x: Value) -> Value:
+        """x itself, which the compiler may not fuse into what uses it."""
+        return self._emit(x.type, f"stablehlo.optimization_barrier {x.name} : {mlir_type(x.type)}")
+
     # Contractions, reductions, gather and scatter.
 
     def dot(

@@ -27,8 +27,8 @@ from tlaloc_serve.export.paged import (
 
 # XLA:CPU reads a weight about once when it is the left side of a batched product, and slower, from two rows on far
 # slower, when it is the right side of a plain one: measured on three plugins, 2 to 32 rows take 0.45 to 0.75 of the
-# time, one row the same or less. Beyond that the plain product wins (prefill: 0.6 of the grouped time at 512 rows).
-GROUPS = 4
+# time (bf16: 0.9), one row the same. Beyond that the plain product wins (prefill: 0.6 of the grouped time at 512 rows).
+GROUPS = 2
 MOST_GROUPED_ROWS = 32
 
 
@@ -142,10 +142,9 @@ def _linear(body: Body, x: Value, given: Arguments, name: str, bias: str = "") -
     rows = x.dims[0]
     if weight.dtype == "bf16":
         x = body.convert(x, "bf16")
-        if rows == 1:
-            # XLA:CPU turns a bf16 product of one row into a loop that widens the whole weight every step.
-            x = body.concatenate([x, x], 0)
-        result = body.slice(body.dot(x, weight, (1, 1)), 0, 0, rows)
+    if weight.dtype == "bf16" and rows == 1:
+        # XLA:CPU turns a bf16 product of one row into a loop that widens the whole weight every step.
+        result = body.slice(body.dot(body.concatenate([x, x], 0), weight, (1, 1)), 0, 0, 1)
     elif rows <= MOST_GROUPED_ROWS and weight.dims[0] % GROUPS == 0:
         result = _grouped(body, x, weight)
     else:
@@ -156,10 +155,14 @@ def _linear(body: Body, x: Value, given: Arguments, name: str, bias: str = "") -
 
 
 def _grouped(body: Body, x: Value, weight: Value) -> Value:
-    """x [N, in] times weight [out, in] as a batched product of `GROUPS` slabs of the weight: f32 [N, out]."""
+    """x [N, in] times weight [out, in] as a batched product of `GROUPS` slabs of the weight: f32 [N, out].
+
+    Without the barrier the XLA of PJRT 0.115 draws what makes x into the product and, from 8 rows on, mixes rows up
+    (seen behind attention: the first row stays right, the others do not). It costs nothing that could be measured.
+    """
     rows, (out, inner) = x.dims[0], weight.dims
     slabs = body.reshape(weight, GROUPS, out // GROUPS, inner)
-    each = body.broadcast(x, (GROUPS, rows, inner), [1, 2])
+    each = body.broadcast(body.barrier(x), (GROUPS, rows, inner), [1, 2])
     result = body.dot(slabs, each, (2, 2), ([0], [0]))  # [G, out / G, N]
     return body.reshape(body.transpose(result, 2, 0, 1), rows, out)
 
