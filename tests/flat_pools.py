@@ -15,6 +15,7 @@ import contextlib
 import os
 import statistics
 import time
+from collections.abc import Sequence
 
 from tests.support import cpu_plugins
 from tlaloc_serve.engine.compiler import Compiler
@@ -68,34 +69,51 @@ def flat_body(pages: int, layers: int) -> bytes:
     ).encode()
 
 
-def step_seconds(plugin: str, pages: int, layers: int, rounds: int, options: dict[str, str]) -> list[float]:
-    """Seconds of each of `rounds` steps after two that are not counted, at `pages` pages a pool."""
-    pool = ("f32", (pages, PAGE, KV_HEADS, DIM))
-    hidden = ("f32", (1, KV_HEADS * GROUP, DIM))
-    with contextlib.ExitStack() as stack:
-        client = stack.enter_context(open_client(plugin, "cpu", os.environ))
-        executable = stack.enter_context(Compiler(client, options).compile(flat_body(pages, layers), "flat").executable)
-        specs = [hidden] + [pool] * (2 * layers)
-        run = stack.enter_context(executable.execution(3 + 2 * layers, range(3, 3 + 2 * layers), specs))
-        zeros = bytes(4 * pages * PAGE * KV_HEADS * DIM)
+class Steps:
+    """A body on a client of its own, ready to run: `seconds()` runs one step. Close it."""
+
+    def __init__(self, plugin: str, pages: int, layers: int, options: dict[str, str]):
+        pool = ("f32", (pages, PAGE, KV_HEADS, DIM))
+        hidden = ("f32", (1, KV_HEADS * GROUP, DIM))
         small = (
             (array.array("f", [0.01] * (KV_HEADS * GROUP * DIM)), *hidden),
             (array.array("i", range(1, 1 + BLOCKS)), "i32", (1, BLOCKS)),
             (array.array("i", [PAGE]), "i32", (1,)),
         )
-        buffers = [stack.enter_context(client.buffer_from_host(*each)) for each in small]
-        buffers += [stack.enter_context(client.buffer_from_host(zeros, *pool)) for _ in range(2 * layers)]
-        for index, buffer in enumerate(buffers):
-            run.bind(index, buffer)
-        seconds = []
-        for _ in range(rounds + 2):
-            begin = time.perf_counter()
-            run.run()
-            run.wait()
-            seconds.append(time.perf_counter() - begin)
-            for index in range(2 * layers):
-                run.give(1 + index, buffers[3 + index])
-        return seconds[2:]
+        zeros = bytes(4 * pages * PAGE * KV_HEADS * DIM)
+        with contextlib.ExitStack() as stack:
+            client = stack.enter_context(open_client(plugin, "cpu", os.environ))
+            compiled = Compiler(client, options).compile(flat_body(pages, layers), "flat")
+            executable = stack.enter_context(compiled.executable)
+            buffers = [stack.enter_context(client.buffer_from_host(*each)) for each in small]
+            self._pools = [stack.enter_context(client.buffer_from_host(zeros, *pool)) for _ in range(2 * layers)]
+            count = len(buffers) + len(self._pools)
+            donated = range(len(buffers), count)
+            self._run = stack.enter_context(executable.execution(count, donated, [hidden] + [pool] * (2 * layers)))
+            for index, buffer in enumerate(buffers + self._pools):
+                self._run.bind(index, buffer)
+            self.close = stack.pop_all().close
+
+    def seconds(self) -> float:
+        begin = time.perf_counter()
+        self._run.run()
+        self._run.wait()
+        taken = time.perf_counter() - begin
+        for index, pool in enumerate(self._pools):
+            self._run.give(1 + index, pool)
+        return taken
+
+
+def step_seconds(
+    plugin: str, layers: int, rounds: int, arms: Sequence[tuple[int, dict[str, str]]]
+) -> list[list[float]]:
+    """Seconds of each of `rounds` steps for every arm (pages, options); the arms take turns, after two not counted."""
+    with contextlib.ExitStack() as stack:
+        steps = [
+            stack.enter_context(contextlib.closing(Steps(plugin, pages, layers, options))) for pages, options in arms
+        ]
+        rows = [[step.seconds() for step in steps] for _ in range(rounds + 2)]
+    return [list(column) for column in zip(*rows[2:], strict=True)]
 
 
 def main() -> None:
@@ -106,7 +124,7 @@ def main() -> None:
     for plugin in cpu_plugins():
         print(plugin)
         for name, options in (("default", {}), ("without", WITHOUT_DEFAULT)):
-            rows = [step_seconds(plugin, pages, given.layers, given.rounds, options) for pages in (64, 1024)]
+            rows = step_seconds(plugin, given.layers, given.rounds, [(pages, options) for pages in (64, 1024)])
             least = [1e3 * min(row) for row in rows]
             median = [1e3 * statistics.median(row) for row in rows]
             print(
