@@ -60,8 +60,8 @@ DEFAULTS = (
         "cpu",
         "xla_disable_hlo_passes",
         "scatter_expander",
-        # With the expander the KV side of a step takes 60 ms at 64 pages and 500 to 600 ms at 1,024; without it 1 to 2 ms
-        # at both (`python3 -m tests.flat_pools`).
+        # With the expander the KV side of a step takes 60 ms at 64 pages and 500 to 600 ms at 1,024; without it 1 to
+        # 2 ms at both (`python3 -m tests.flat_pools`).
         "this body writes its KV pools through a reshape, and the expanded scatter copies each pool twice a step",
         writes_flat_pool,
     ),
