@@ -49,7 +49,16 @@ class HandleClosed(TlalocError):
 class ArtifactError(TlalocError):
     """The artifact directory is not what its manifest says, or not an artifact. `field` names the manifest's key."""
 
-    def __init__(self, path: object, field: str, what: str, *, got: object = None, want: object = None, todo: str | None = None):
+    def __init__(
+        self,
+        path: object,
+        field: str,
+        what: str,
+        *,
+        got: object = None,
+        want: object = None,
+        todo: str | None = None,
+    ):
         self.path = str(path)
         self.field = field
         super().__init__(f"{path}: {field}" if field else str(path), what, got=got, want=want, todo=todo)
@@ -68,7 +77,7 @@ class EngineBroken(TlalocError):
 
 
 class TokenizerError(TlalocError):
-    """A tokenizer.json that is damaged or uses a component this package does not implement, or text it cannot encode."""
+    """A tokenizer.json that is damaged or uses a component that is not implemented, or text it cannot encode."""
 
 
 class ExportError(TlalocError):

@@ -17,7 +17,8 @@ class Accelerator(unittest.TestCase):
             self.assertEqual(ids(engine, [[1, 2]], 2), [[9, 7]])
 
     def test_the_golden_ids_alone_and_batched(self) -> None:
-        for name, golden in (("reference-v1", "reference"), ("reference-v2-aliased", "reference"), ("window-v3", "window-v3")):
+        goldens = {"reference-v1": "reference", "reference-v2-aliased": "reference", "window-v3": "window-v3"}
+        for name, golden in goldens.items():
             cases = load_json(shared("artifacts", f"{golden}.golden.json"))
             with self.subTest(name), tlaloc_serve.open(shared("artifacts", name), verify_weights=True) as engine:
                 self.assertIn(engine.platform, PLATFORMS)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import os
 import pathlib
@@ -10,8 +12,10 @@ import subprocess
 import sys
 import tempfile
 import unittest
+from unittest import mock
 
 from tests.support import REPO, shared
+from tlaloc_serve.app.cli import main
 
 
 def base_interpreter() -> str:
@@ -86,6 +90,7 @@ class CommandLine(unittest.TestCase):
         self.assertEqual(result.stdout, "")
         self.check(self.run_cli("--artifact", str(self.home), "--prompt", "1"), 1, "not an artifact")
         self.check(self.run_cli("--artifact", str(self.home / "none"), "--prompt", "1"), 1, "no such directory")
+        self.check(self.run_cli("--artifact", str(body), "--prompt", "1"), 1, "not a directory")
 
     def test_a_broken_plugin_that_was_named_is_an_error(self) -> None:
         text = self.home / "cuda_plugin.so"
@@ -93,6 +98,7 @@ class CommandLine(unittest.TestCase):
         arguments = ("--artifact", self.artifact(), "--prompt", "1,2")
         self.check(self.run_cli(*arguments, "--plugin", str(text)), 1, "error:", str(text))
         self.check(self.run_cli(*arguments, "--plugin", str(self.home / "none.so")), 1, "error:", "none.so")
+        self.check(self.run_cli(*arguments, "--plugin", ""), 1, "error: --plugin: names no file")
         self.check(self.run_cli(*arguments, TLALOC_PJRT_PLUGIN_PATH=str(text)), 1, "error:", "TLALOC_PJRT_PLUGIN_PATH")
 
     def test_usage(self) -> None:
@@ -107,7 +113,15 @@ class CommandLine(unittest.TestCase):
             (["--no-such-flag"], ["--no-such-flag"]),
         ):
             with self.subTest(arguments):
-                self.check(self.run_cli("--artifact", self.artifact(), *arguments), 2, *words)
+                result = self.run_cli("--artifact", self.artifact(), *arguments)
+                self.check(result, 2, "error:", *words)
+                self.assertEqual(result.stderr.count("\n"), 1, "one line, not a screen full of usage")
+
+    def test_ctrl_c_while_a_command_is_being_loaded(self) -> None:
+        screen = io.StringIO()
+        with mock.patch("importlib.import_module", side_effect=KeyboardInterrupt), contextlib.redirect_stderr(screen):
+            self.assertEqual(main(["plugins"]), 130)
+        self.assertEqual(screen.getvalue(), "interrupted\n")
 
     def test_requests_that_the_artifact_cannot_take(self) -> None:
         for arguments, words in (
@@ -137,6 +151,7 @@ class CommandLine(unittest.TestCase):
         document = json.loads(self.run_cli("plugins", "--json", script=False).stdout)
         self.assertEqual(list(document), ["cuda", "rocm", "tpu", "cpu"])
         self.assertTrue(all(platform["places"] for platform in document.values()))
+        self.assertEqual(self.run_cli("plugins", "--platform", "tpu").stdout.split()[0], "tpu")
 
 
 if __name__ == "__main__":

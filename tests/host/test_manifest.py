@@ -51,7 +51,6 @@ class Reading(unittest.TestCase):
 
     def test_the_ladder_rounds_up_and_never_clamps(self) -> None:
         ladder = Ladder(16, (1, 2, 4), (64, 128))
-        self.assertEqual([ladder.fit_batch(n) for n in (1, 2, 3, 4, 5)], [1, 2, 4, 4, None])
         self.assertEqual([ladder.fit_context(n) for n in (1, 64, 65, 128, 129)], [64, 64, 128, 128, None])
 
 

@@ -10,6 +10,7 @@ import sys
 import tempfile
 import time
 import unittest
+from typing import Any
 from unittest import mock
 
 from tests import elf
@@ -386,18 +387,26 @@ class ChooseTest(Case):
 
 class SurveyTest(Case):
     def test_every_place_and_every_answer_as_plain_values(self) -> None:
-        path = self.file(b"text", "named.so")
         with mock.patch.object(locate, "SYSTEM_ROOTS", ()), mock.patch.object(locate, "own_packages", list), \
                 mock.patch.object(locate, "SYSTEM_LIBTPU", ()):
-            self.environ[locate.PLUGIN_PATH] = path
-            seen: list[str] = []
-            result = survey(20.0, self.environ, notify=seen.append)
-        facts = json.loads(json.dumps(result.to_dict()))
-        self.assertEqual(list(facts), ["cuda", "rocm", "tpu", "cpu"])
-        self.assertEqual(seen, [path], "one file is asked once")
-        self.assertEqual(facts["cpu"]["plugins"][0]["reason"], "load")
-        self.assertFalse(facts["cpu"]["plugins"][0]["ok"])
+            facts = self.facts()
+            self.assertEqual(list(facts), ["cuda", "rocm", "tpu", "cpu"])
+            self.assertEqual([place["state"] for place in facts["cpu"]["places"][1:]], ["nothing there"] * 7)
+            self.assertEqual(list(self.facts("tpu")), ["tpu"], "the platform that was asked for, no other")
+
+    def test_a_named_plugin_is_asked_once_and_shown_once(self) -> None:
+        path = self.file(b"text", "named_cuda.so")
+        for facts in (self.facts(explicit=path), self.facts(**{locate.PLUGIN_PATH: path})):
+            self.assertEqual(list(facts), ["cuda"])
+            self.assertEqual([answer["path"] for answer in facts["cuda"]["plugins"]], [path])
+            self.assertEqual(facts["cuda"]["plugins"][0]["reason"], "load")
+            self.assertFalse(facts["cuda"]["plugins"][0]["ok"])
+        facts = self.facts("tpu", **{locate.PLUGIN_PATH: path})
         self.assertIn("not a tpu plugin", facts["tpu"]["places"][0]["state"])
+
+    def facts(self, platform: str = "auto", explicit: str | None = None, **variables: str) -> dict[str, Any]:
+        result = survey(platform, explicit, 20.0, {**self.environ, **variables})
+        return dict(json.loads(json.dumps(result.to_dict())))
 
 
 if __name__ == "__main__":

@@ -86,7 +86,7 @@ class ProbeTest(unittest.TestCase):
 
     def test_survey(self) -> None:
         environ = {name: value for name, value in self.environ.items() if name != PLUGIN_PATH}
-        facts = survey(20.0, environ).to_dict()["cpu"]
+        facts = survey("cpu", None, 20.0, environ).to_dict()["cpu"]
         self.assertEqual([plugin["path"] for plugin in facts["plugins"] if plugin["ok"]], list(cpu_plugins()))
 
 

@@ -1,7 +1,7 @@
 """The command line: which command, which exit code, and Ctrl-C.
 
-Exit codes: 0 done, or SKIP because this machine has nothing to run on; 1 an error, said in one line on stderr;
-2 the command line itself is wrong; 130 interrupted by Ctrl-C; 141 the reader of the output went away.
+Exit codes: 0 done, or SKIP because this machine has nothing to run on; 1 an error; 2 the command line itself is wrong;
+130 interrupted by Ctrl-C; 141 the reader of the output went away. What goes wrong is one line on stderr, `error: ...`.
 A command without a name is `serve`, so `serve.py --artifact DIR` and `tlaloc-serve --artifact DIR` are the same.
 """
 
@@ -14,6 +14,7 @@ import io
 import os
 import sys
 from collections.abc import Callable, Sequence
+from typing import NoReturn
 
 from tlaloc_serve.errors import TlalocError
 
@@ -29,22 +30,20 @@ _COMMANDS = {
 }
 
 
+class _Parser(argparse.ArgumentParser):
+    """A parser whose errors are one line: a screen full of usage would hide what is wrong."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(USAGE, f"error: {message}; --help lists the flags and the commands\n")
+
+
 def main(arguments: Sequence[str]) -> int:
     """Run one command and return its exit code. Errors of this package become one line on stderr."""
-    name, rest = (arguments[0], arguments[1:]) if arguments and arguments[0] in _COMMANDS else ("serve", arguments)
-    add_arguments, run, description = _command(name)
-    parser = argparse.ArgumentParser(
-        prog=f"tlaloc-serve {name}",
-        description=inspect.cleandoc(description),
-        epilog=f"commands: {', '.join(_COMMANDS)} (serve when none is named). {_exit_codes()}",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    add_arguments(parser)
     if isinstance(sys.stdout, io.TextIOWrapper):
         # A character that the output's encoding lacks is no reason to end.
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
-        return run(parser.parse_args(rest))
+        return _run(arguments)
     except TlalocError as error:
         print(f"error: {error}", file=sys.stderr)
         return ERROR
@@ -58,6 +57,20 @@ def main(arguments: Sequence[str]) -> int:
         _discard_output()
         print(f"error: {error.filename or 'input or output'}: {error.strerror or error}", file=sys.stderr)
         return ERROR
+
+
+def _run(arguments: Sequence[str]) -> int:
+    name, rest = (arguments[0], arguments[1:]) if arguments and arguments[0] in _COMMANDS else ("serve", arguments)
+    add_arguments, run, description = _command(name)
+    parser = _Parser(
+        prog=f"tlaloc-serve {name}",
+        description=inspect.cleandoc(description),
+        epilog=f"commands: {', '.join(_COMMANDS)} (serve when none is named)\n"
+        "exit codes: 0 done or SKIP, 1 error, 2 usage, 130 Ctrl-C, 141 the reader of the output went away",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add_arguments(parser)
+    return run(parser.parse_args(rest))
 
 
 def _command(
@@ -78,7 +91,3 @@ def _discard_output() -> None:
 def console() -> None:
     """Entry point of the console script."""
     sys.exit(main(sys.argv[1:]))
-
-
-def _exit_codes() -> str:
-    return "Exit codes: 0 done or SKIP, 1 error, 2 usage, 130 Ctrl-C."

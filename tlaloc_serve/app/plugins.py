@@ -26,7 +26,7 @@ def run(options: argparse.Namespace) -> int:
         path = fetch(options.fetch, cache_folder(os.environ), log=_to_stderr)
         print(json.dumps({"plugin": str(path)}) if options.json else f"plugin  {path}")
         return 0
-    found = survey(options.preflight_timeout, explicit=options.plugin, log=options.plugin_log)
+    found = survey(options.platform, options.plugin, options.preflight_timeout, log=options.plugin_log)
     if options.json:
         print(json.dumps(found.to_dict()))
     else:
@@ -40,11 +40,18 @@ def _to_stderr(line: str) -> None:
 
 
 def survey_lines(found: Survey) -> Iterator[str]:
+    """What a person reads of a survey: for each platform the places, then the plugins. Roots share one pattern."""
     for part in found.platforms:
-        yield f"{part.search.platform}"
+        yield part.search.platform
+        pattern = ""
         for place in part.search.places:
-            where = f": {place.where}" if place.where else ""
-            yield f"  {place.name}{where} ({place.state})"
+            if not place.root:
+                yield f"  {place.name}: " + (f"{place.where} ({place.state})" if place.where else place.state)
+                continue
+            if place.where != pattern:
+                pattern = place.where
+                yield f"  {pattern} of"
+            yield f"    {place.name:<34} {place.state}"
         for answer in part.probes:
             yield from probe_lines(answer)
 

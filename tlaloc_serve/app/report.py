@@ -196,7 +196,7 @@ def request_lines(facts: Facts, ladder: Ladder) -> Iterator[str]:
         if sequence["maxNewSource"] == "default":
             new += " (by default)"
         context = ladder.fit_context(len(sequence["prompt"]) + sequence["maxNew"] - 1) or ladder.max_context
-        pages = f"{context} = {context // ladder.block_size} pages x {ladder.block_size}"
+        pages = f"{context} = {_count(context // ladder.block_size, 'page', 'pages')} x {ladder.block_size}"
         yield _line(label, f"prompt {sequence['prompt']} + {new} (compiled context {pages})", 0)
     changed = [f"{_SAMPLING[key]} {value}" for key, value in facts["sampling"].items() if value != _UNCHANGED[key]]
     seeds = [str(sequence["seed"]) for sequence in facts["sequences"] if sequence["seed"] is not None]
@@ -232,7 +232,8 @@ def footer_lines(facts: Facts, streamed: bool) -> Iterator[str]:
                 yield _line(f"{key}{which}", repr(sequence[key]), 0)
         detail = f": {sequence['detail']}" if sequence["detail"] else ""
         yield _line(f"ended{which}", f"{sequence['reason']}{detail}", 0)
-    yield _line("XLA compiles", f"{facts['compiles']} (one per distinct ladder point actually touched)", 0)
+    hits = f"; {facts['cacheHits']} of them kept from an earlier run" if facts["cacheHits"] else ""
+    yield _line("XLA compiles", f"{facts['compiles']} (one per distinct ladder point actually touched{hits})", 0)
     yield from _compile_lines(facts)
     if facts["firstStepMs"] is not None:
         cached = facts["steps"][0]["cached"]

@@ -186,10 +186,6 @@ class Ladder:
     def max_context(self) -> int:
         return self.context[-1]
 
-    def fit_batch(self, rows: int) -> int | None:
-        """The smallest batch rung that holds `rows` sequences, or None."""
-        return next((rung for rung in self.batch if rung >= rows), None)
-
     def fit_context(self, tokens: int) -> int | None:
         """The smallest context rung that holds `tokens` positions, or None."""
         return next((rung for rung in self.context if rung >= tokens), None)

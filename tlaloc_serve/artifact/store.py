@@ -66,7 +66,8 @@ def open_artifact(path: str | os.PathLike[str], *, verify_weights: bool = False)
     given = pathlib.Path(path)
     root, name = (given.parent, given.name) if given.suffix == ".json" else (given, MANIFEST_NAME)
     if not root.is_dir():
-        raise ArtifactError(root, "", "no such directory", todo="name an artifact: a directory with a " + MANIFEST_NAME)
+        what = "not a directory" if root.exists() else "no such directory"
+        raise ArtifactError(root, "", what, todo="name an artifact: a directory with a " + MANIFEST_NAME)
     if not os.path.lexists(root / name):
         raise ArtifactError(
             root, "", f"not an artifact: there is no {name} in it", todo="name the directory an export wrote"

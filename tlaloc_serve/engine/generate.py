@@ -96,10 +96,6 @@ class RunReport:
     staged_bytes: int = 0
 
     @property
-    def first_step_seconds(self) -> float | None:
-        return self.steps[0].seconds if self.steps else None
-
-    @property
     def median_step_seconds(self) -> float | None:
         """The median over the steps that compiled nothing, or over all where every step did."""
         settled = [step.seconds for step in self.steps[1:] if not step.compile_seconds]
@@ -180,8 +176,8 @@ class Engine:
         means the artifact's own. `pick_all` computes the argmax inside prompts too, for `Step` rows.
 
         The request is checked before the first event: RequestError and CapacityError are raised by this call itself.
-        While iterating: PjrtError from the plugin, EngineBroken once the pools are lost. An iterator that is closed
-        early frees its sequences.
+        While iterating: PjrtError from the plugin, RequestError where the logits are no distribution (NaN),
+        EngineBroken once the pools are lost. An iterator that is closed early frees its sequences.
         """
         eos = frozenset(self.artifact.manifest.frontend.eos_token_ids if eos_ids is None else eos_ids)
         sequences = self._scheduler.check(prompts, max_new)

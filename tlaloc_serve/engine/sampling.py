@@ -31,7 +31,9 @@ class SamplingParams:
     `temperature` 0 is greedy; `top_k` 0, `top_p` 1 and `min_p` 0 leave everything in. `repetition_penalty` divides the
     positive and multiplies the negative logits of every id seen in prompt or output (CTRL, arXiv 1909.05858);
     `presence_penalty` and `frequency_penalty` are subtracted once, and once an occurrence, for ids in the output
-    (OpenAI's definition). `logit_bias` is added. `seed` None draws one from the system.
+    (OpenAI's definition). `logit_bias` is added, by token id. `seed` None draws one from the system.
+
+    Raises RequestError for a value out of range.
     """
 
     temperature: float = 0.0

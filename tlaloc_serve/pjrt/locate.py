@@ -16,6 +16,7 @@ import sysconfig
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
+from tlaloc_serve.errors import RequestError
 from tlaloc_serve.pjrt.cache import cache_folder, home
 from tlaloc_serve.pjrt.platforms import kind_of
 
@@ -75,8 +76,13 @@ class Search:
 
 
 def search(platform: str, explicit: str | None, environ: Mapping[str, str]) -> Search:
-    """Look for the plugins of `platform` (cuda, rocm, tpu or cpu). `explicit` is the file given with `--plugin`."""
+    """Look for the plugins of `platform` (cuda, rocm, tpu or cpu). `explicit` is the file given with `--plugin`.
+
+    Raises RequestError when that is empty.
+    """
     places: list[Place] = []
+    if explicit == "":
+        raise RequestError("--plugin", "names no file", todo="name the plugin's .so file, or leave the flag out")
     if explicit is not None:
         return _named(platform, "--plugin", explicit, places)
     variable = environ.get(PLUGIN_PATH)

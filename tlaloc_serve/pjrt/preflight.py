@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -79,13 +79,12 @@ def choose(
     environ: Mapping[str, str] | None = None,
     *,
     log: str | None = None,
-    notify: Callable[[str], None] | None = None,
 ) -> Choice | NothingToRunOn:
     """The first plugin with a device: of `platform`, or for `auto` of cuda, rocm, tpu and cpu in that order.
 
     `explicit` is the file given with `--plugin`; it, or the one that TLALOC_PJRT_PLUGIN_PATH names, is the only
-    candidate, and with `auto` its own client says what platform that is. `notify` is told of each candidate that is
-    about to be asked. Raises PluginError when a named plugin is broken, RequestError for a malformed variable.
+    candidate, and with `auto` its own client says what platform that is. Raises PluginError when a named plugin is
+    broken, RequestError for a malformed variable.
     """
     environ = os.environ if environ is None else environ
     tried: list[ProbeResult] = []
@@ -94,8 +93,6 @@ def choose(
         for candidate in result.candidates:
             kind = platforms.kind_of(candidate.path) or result.platform
             platforms.client_options(kind, environ)  # a malformed variable is refused here, not in a child
-            if notify is not None:
-                notify(candidate.path)
             answer = probe(candidate.path, result.platform, timeout_s, environ, log)
             if answer.ok:
                 return Choice(result.platform, candidate.path, answer, candidate.place, tuple(tried))
@@ -121,24 +118,21 @@ def _searches(platform: str, explicit: str | None, environ: Mapping[str, str]) -
 
 
 def survey(
+    platform: str = "auto",
+    explicit: str | None = None,
     timeout_s: float = 20.0,
     environ: Mapping[str, str] | None = None,
     *,
-    explicit: str | None = None,
     log: str | None = None,
-    notify: Callable[[str], None] | None = None,
 ) -> Survey:
-    """Look at every place for every platform and ask every plugin found, each file once, whatever is remembered."""
+    """Look where `choose` looks and ask every plugin found there, each file once, whatever is remembered."""
     environ = os.environ if environ is None else environ
     answers: dict[str, ProbeResult] = {}
     parts = []
-    for name in platforms.PLATFORMS:
-        result = search(name, explicit, environ)
+    for result in _searches(platform, explicit, environ):
         for candidate in result.candidates:
             if candidate.path not in answers:
-                if notify is not None:
-                    notify(candidate.path)
-                answers[candidate.path] = probe(candidate.path, name, timeout_s, environ, log, fresh=True)
+                answers[candidate.path] = probe(candidate.path, result.platform, timeout_s, environ, log, fresh=True)
         parts.append(PlatformSurvey(result, tuple(answers[candidate.path] for candidate in result.candidates)))
     return Survey(tuple(parts))
 

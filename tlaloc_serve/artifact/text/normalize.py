@@ -31,10 +31,6 @@ class Normalizer:
     apply: Callable[[str], str]
     shifts: bool
 
-    @property
-    def is_identity(self) -> bool:
-        return self.apply is _same
-
 
 def build_normalizer(where: str, value: object) -> Normalizer:
     """The normalizer that the file's `normalizer` field describes; null means none. Raises TokenizerError."""
