@@ -9,9 +9,9 @@ Where llama.cpp and transformers differ, this follows llama.cpp:
 - `qwen2` text is not normalized to NFC.
 - In a SentencePiece model a space goes before the text and again after every special token.
 - The tokens that end a text are found by their names as well as by the ids in the file.
-Two things stay as HuggingFace has them, because a tokenizer.json cannot say otherwise: among special texts that overlap
-in a prompt the leftmost wins (llama.cpp: the longest), and `tekken` tells upper from lower case in every script as
-Mistral's own tokenizer does (llama.cpp: in ASCII only).
+- `tekken` tells upper from lower case in ASCII only, where Mistral's own tokenizer does in every script.
+One thing stays as HuggingFace has it, because a tokenizer.json cannot say otherwise: among special texts that overlap
+in a prompt the leftmost wins (llama.cpp: the longest).
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ _MARK = "\u2581"  # what SentencePiece writes for a space
 
 _TAIL = r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 _WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+"
-_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_NOT_LOWER, _NOT_UPPER = r"(?:(?=\p{L})[^a-z])", r"(?:(?=\p{L})[^A-Z])"  # letters
 _LLAMA3 = _WORDS + r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*" + _TAIL
 _QWEN2 = _WORDS + r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*" + _TAIL
-_TEKKEN = (rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*"
+_TEKKEN = (rf"[^\r\n\p{{L}}\p{{N}}]?{_NOT_LOWER}*{_NOT_UPPER}+|[^\r\n\p{{L}}\p{{N}}]?{_NOT_LOWER}+{_NOT_UPPER}*"
            r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*" + _TAIL)  # fmt: skip
 
 
