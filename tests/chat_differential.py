@@ -27,8 +27,18 @@ from tlaloc_serve.artifact.chat import ChatTemplate, Message, choose_template  #
 from tlaloc_serve.errors import RequestError, TokenizerError  # noqa: E402
 
 CONTENTS = [
-    "Hello", "", "  spaces around \n", "\n\nnew lines\n\n", "two\nlines", "<think>\nhm\n</think>\n\nYes.", "</think>",
-    " ", "<think>a</think>b</think>\nc", "<tool_response>\nx\n</tool_response>", "<|im_end|>", "</s> [INST]",
+    "Hello",
+    "",
+    "  spaces around \n",
+    "\n\nnew lines\n\n",
+    "two\nlines",
+    "<think>\nhm\n</think>\n\nYes.",
+    "</think>",
+    " ",
+    "<think>a</think>b</think>\nc",
+    "<tool_response>\nx\n</tool_response>",
+    "<|im_end|>",
+    "</s> [INST]",
     "\u4e16\u754c",
 ]
 GOLDEN = {
@@ -66,8 +76,9 @@ def jinja_renderer(text: str, template: ChatTemplate) -> Any:
     def render(turns: list[tuple[str, str]], open_reply: bool) -> str | None:
         messages = [{"role": role, "content": content} for role, content in turns]
         try:
-            return compiled.render(messages=messages, add_generation_prompt=open_reply, bos_token=template.bos,
-                                   eos_token=template.eos)
+            return compiled.render(
+                messages=messages, add_generation_prompt=open_reply, bos_token=template.bos, eos_token=template.eos
+            )
         except TemplateError:
             return None
 

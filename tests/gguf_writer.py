@@ -73,7 +73,11 @@ def gguf(
         dims = list(reversed(tensor.dims))
         infos += text(tensor.name) + struct.pack(f"<I{len(dims)}QIQ", len(dims), *dims, number, offset)
         data += tensor.data + bytes(-len(tensor.data) % alignment)
-    head = b"GGUF" + struct.pack("<IQQ", version, len(tensors) if tensor_count is None else tensor_count,
-                                 len(pairs) if pair_count is None else pair_count)
+    head = b"GGUF" + struct.pack(
+        "<IQQ",
+        version,
+        len(tensors) if tensor_count is None else tensor_count,
+        len(pairs) if pair_count is None else pair_count,
+    )
     head += b"".join(pairs) + infos
     return head + bytes(-len(head) % alignment) + data

@@ -197,11 +197,29 @@ def _byte_level_pretokenizers() -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 GOLDEN_TEXTS = [
-    "", " ", "Hello, world!", "  the  in in  inn", "I'll DON'T it's 'S '\u017f", "x1234567 12 \u0663\u00bd",
-    "\n\n \n\tx\r\n ", "a\u0301 e\u0301 \u212b \u1e9b\u0323", "\u4e16\u754c \u754c", "<a> <a>b<a>", "Zq Zqs  Zq ",
-    "\U0001f600\U0001f469\u200d\U0001f4bb", "<s>x</s> <unk>", "\u2581x\u2581\u2581 y", "[X Y] [X Y]", "tail  ",
-    "HTTPServer fooBar", "\x1c\x1f\x85\u00a0\u3000x", "<0x41>", "e e ee \u00e9\u00e9", "a\u0898\u0301b",
-    "\U00011935\U00011930", "<|endoftext|> in<|im_end|>",
+    "",
+    " ",
+    "Hello, world!",
+    "  the  in in  inn",
+    "I'll DON'T it's 'S '\u017f",
+    "x1234567 12 \u0663\u00bd",
+    "\n\n \n\tx\r\n ",
+    "a\u0301 e\u0301 \u212b \u1e9b\u0323",
+    "\u4e16\u754c \u754c",
+    "<a> <a>b<a>",
+    "Zq Zqs  Zq ",
+    "\U0001f600\U0001f469\u200d\U0001f4bb",
+    "<s>x</s> <unk>",
+    "\u2581x\u2581\u2581 y",
+    "[X Y] [X Y]",
+    "tail  ",
+    "HTTPServer fooBar",
+    "\x1c\x1f\x85\u00a0\u3000x",
+    "<0x41>",
+    "e e ee \u00e9\u00e9",
+    "a\u0898\u0301b",
+    "\U00011935\U00011930",
+    "<|endoftext|> in<|im_end|>",
 ]
 
 

@@ -86,8 +86,11 @@ class Choice(unittest.TestCase):
         self.assertLess(len(str(caught.exception)), 600)
 
     def test_names_and_absence(self) -> None:
-        for text, name, said in ((None, None, "no chat template"), (None, "chatlm", "'chatlm'"),
-                                 (None, "gemma", "gemma is not served")):
+        for text, name, said in (
+            (None, None, "no chat template"),
+            (None, "chatlm", "'chatlm'"),
+            (None, "gemma", "gemma is not served"),
+        ):
             with self.subTest(name=name), self.assertRaises(TokenizerError) as caught:
                 choose_template("manifest.json", text, name)
             self.assertIn(said, str(caught.exception))

@@ -22,9 +22,8 @@ from tlaloc_serve.export.llama import llama_body
 # Ops of the StableHLO specification that the bodies may use.
 OPS = {
     "add", "and", "broadcast_in_dim", "compare", "concatenate", "constant", "convert", "cosine", "divide",
-    "dot_general", "exponential", "gather", "iota", "logistic", "maximum", "multiply", "reduce", "remainder", "reshape",
-    "return",
-    "rsqrt", "scatter", "select", "sine", "slice", "subtract", "transpose",
+    "dot_general", "exponential", "gather", "iota", "logistic", "maximum", "multiply", "optimization_barrier", "reduce",
+    "remainder", "reshape", "return", "rsqrt", "scatter", "select", "sine", "slice", "subtract", "transpose",
 }  # fmt: skip
 SMOLLM2 = {
     "model_type": "llama", "vocab_size": 49152, "hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30,

@@ -94,8 +94,10 @@ class Document(unittest.TestCase):
 
     def test_first_of_two_equal_merges_counts(self) -> None:
         merges = bytes_metadata()[PREFIX + "merges"]
-        self.assertEqual(document(bytes_metadata(merges=[*merges, merges[0]]))["model"]["merges"],
-                         document(bytes_metadata())["model"]["merges"])
+        self.assertEqual(
+            document(bytes_metadata(merges=[*merges, merges[0]]))["model"]["merges"],
+            document(bytes_metadata())["model"]["merges"],
+        )
 
 
 class Frontend(unittest.TestCase):

@@ -141,8 +141,13 @@ class ClientTest(Case):
         client.close()
         self.assertEqual(
             [call for call in fake.calls if call.endswith("_Destroy")],
-            ["PJRT_Event_Destroy", "PJRT_Buffer_Destroy", "PJRT_Executable_Destroy", "PJRT_LoadedExecutable_Destroy",
-             "PJRT_Client_Destroy"],
+            [
+                "PJRT_Event_Destroy",
+                "PJRT_Buffer_Destroy",
+                "PJRT_Executable_Destroy",
+                "PJRT_LoadedExecutable_Destroy",
+                "PJRT_Client_Destroy",
+            ],
         )
 
     def test_forgotten_handles_warn_and_are_destroyed(self) -> None:
@@ -325,7 +330,6 @@ class BufferTest(Case):
             mapping.close()
         buffer.close()
         mapping.close()
-
 
     def test_client_closes_zero_copy_buffers_before_it_waits_for_their_memory(self) -> None:
         fake, client = self.open()

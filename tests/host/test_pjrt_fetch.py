@@ -39,8 +39,16 @@ class Case(unittest.TestCase):
             archive.writestr("some_plugin/plugin.so", CONTENT)
             archive.writestr("some_plugin/__init__.py", "raise SystemExit('imported')")
         data = self.wheel.read_bytes()
-        self.pin = Pin("some-plugin", "1.0", platform.machine(), sha256(data), len(data), "some_plugin/plugin.so",
-                       sha256(CONTENT), len(CONTENT))
+        self.pin = Pin(
+            "some-plugin",
+            "1.0",
+            platform.machine(),
+            sha256(data),
+            len(data),
+            "some_plugin/plugin.so",
+            sha256(CONTENT),
+            len(CONTENT),
+        )
         self.commands: list[list[str]] = []
         self.lines: list[str] = []
         self.use(self.pin)

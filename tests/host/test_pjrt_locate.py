@@ -149,8 +149,10 @@ class NamedTest(Case):
 
 class TextTest(Case):
     def test_cuda_text_is_the_descriptions(self) -> None:
-        with mock.patch.object(locate, "SYSTEM_ROOTS", (pathlib.Path("/usr/local"), pathlib.Path("/usr"))), \
-                mock.patch.object(locate, "_packages", lambda roots: []):
+        with (
+            mock.patch.object(locate, "SYSTEM_ROOTS", (pathlib.Path("/usr/local"), pathlib.Path("/usr"))),
+            mock.patch.object(locate, "_packages", lambda roots: []),
+        ):
             self.assertEqual(skip_text([search("cuda", None, self.environ)], {}), CUDA_SKIP)
 
     def test_cpu_text_names_the_fetch_command(self) -> None:
@@ -178,8 +180,10 @@ class TextTest(Case):
         result = search("tpu", "/x/libtpu.so", self.environ)
         self.assertEqual(
             resolution_text(result, {"/x/libtpu.so": "no device"}).splitlines()[1:],
-            ["  1. --plugin: /x/libtpu.so: no device",
-             "Fix: check that the tpu device and its driver are there, or name another plugin."],
+            [
+                "  1. --plugin: /x/libtpu.so: no device",
+                "Fix: check that the tpu device and its driver are there, or name another plugin.",
+            ],
         )
 
 

@@ -95,8 +95,12 @@ class CompileOptionsTest(unittest.TestCase):
 
     def test_overrides_of_every_type_in_the_order_of_their_names(self) -> None:
         given = {"c": 1.0, "b": 3, "a": True, "d": "hi"}
-        entries = ["0a0161" + "1202" + "1001", "0a0162" + "1202" + "1803", "0a0163" + "1209" + "21000000000000f03f",
-                   "0a0164" + "1204" + "0a026869"]
+        entries = [
+            "0a0161" + "1202" + "1001",
+            "0a0162" + "1202" + "1803",
+            "0a0163" + "1209" + "21000000000000f03f",
+            "0a0164" + "1204" + "0a026869",
+        ]
         expected = "".join(f"3a{len(entry) // 2:02x}{entry}" for entry in entries)
         plain = compile_options().hex()
         self.assertEqual(compile_options(overrides=given).hex(), plain + expected)

@@ -22,8 +22,14 @@ from tlaloc_serve.pjrt.preflight import Choice, NothingToRunOn, choose, survey
 from tlaloc_serve.pjrt.probe import ProbeResult
 
 GOOD = {
-    "reason": "ok", "message": "ok", "api_version": [0, 81], "platform_name": "cpu", "platform_version": "1",
-    "devices": [[0, "cpu"]], "memory": None, "attributes": {"xla_version": 2},
+    "reason": "ok",
+    "message": "ok",
+    "api_version": [0, 81],
+    "platform_name": "cpu",
+    "platform_version": "1",
+    "devices": [[0, "cpu"]],
+    "memory": None,
+    "attributes": {"xla_version": 2},
 }
 
 
@@ -73,9 +79,11 @@ class MisbehaviourTest(Case):
         self.assertNotIn("\n", result.message)
 
     def test_the_whole_group_is_killed(self) -> None:
-        self.child("import subprocess\n"
-                   "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'])\n"
-                   "open(path + '.pid', 'w').write(str(child.pid))\ntime.sleep(60)")
+        self.child(
+            "import subprocess\n"
+            "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'])\n"
+            "open(path + '.pid', 'w').write(str(child.pid))\ntime.sleep(60)"
+        )
         path = self.file()
         self.assertEqual(self.probe(path, timeout_s=3.0).reason, "timeout")
         pid = int(pathlib.Path(path + ".pid").read_text())
@@ -103,8 +111,10 @@ class MisbehaviourTest(Case):
         self.assertEqual(self.probe(self.file()).reason, "crash")
 
     def test_chatter_does_not_reach_the_answer(self) -> None:
-        self.child("os.write(1, b'{\"reason\": \"load\"}\\n'); os.write(2, b'noise\\n')\n"
-                   f"os.write(answer, b'not json\\n[1]\\n' + json.dumps({GOOD!r}).encode() + b'\\n')")
+        self.child(
+            "os.write(1, b'{\"reason\": \"load\"}\\n'); os.write(2, b'noise\\n')\n"
+            f"os.write(answer, b'not json\\n[1]\\n' + json.dumps({GOOD!r}).encode() + b'\\n')"
+        )
         result = self.probe(self.file())
         self.assertTrue(result.ok)
         self.assertIn("noise", pathlib.Path(result.log).read_text())
@@ -143,11 +153,18 @@ class MisbehaviourTest(Case):
         self.assertIn("cannot start", result.message)
 
     def test_works_from_an_isolated_interpreter_anywhere(self) -> None:
-        script = (f"import sys; sys.path.insert(0, {str(REPO)!r})\n"
-                  "from tlaloc_serve.pjrt.preflight import probe\n"
-                  f"print(probe(sys.argv[1], 'cpu', 20, {self.environ!r}).message)")
-        done = subprocess.run([sys.executable, "-I", "-S", "-c", script, self.file(b"text")], cwd=self.folder,
-                              capture_output=True, text=True, check=True)
+        script = (
+            f"import sys; sys.path.insert(0, {str(REPO)!r})\n"
+            "from tlaloc_serve.pjrt.preflight import probe\n"
+            f"print(probe(sys.argv[1], 'cpu', 20, {self.environ!r}).message)"
+        )
+        done = subprocess.run(
+            [sys.executable, "-I", "-S", "-c", script, self.file(b"text")],
+            cwd=self.folder,
+            capture_output=True,
+            text=True,
+            check=True,
+        )
         self.assertIn("not a shared library", done.stdout)
 
 
@@ -225,8 +242,10 @@ class MemoryTest(Case):
 
 class LogTest(Case):
     def run_script(self, script: str) -> subprocess.CompletedProcess[str]:
-        start = ("import os, sys\nfrom tlaloc_serve.pjrt import preflight, probe\n"
-                 f"environ = {self.environ!r}\nplugin = {str(self.folder / 'plugin.so')!r}\n")
+        start = (
+            "import os, sys\nfrom tlaloc_serve.pjrt import preflight, probe\n"
+            f"environ = {self.environ!r}\nplugin = {str(self.folder / 'plugin.so')!r}\n"
+        )
         command = [sys.executable, "-c", start + script]
         return subprocess.run(command, cwd=REPO, capture_output=True, text=True, check=True)
 
@@ -260,8 +279,10 @@ class LogTest(Case):
         named = str(self.folder / "my.log")
         path = self.file(elf.shared_object(elf.complain_and_trap(b"probed\n")))
         self.assertIn(f"what it wrote is in {named}", self.probe(path, log=named).message)
-        self.run_script(f"with preflight.redirect_stderr(plugin, environ, {named!r}) as path:\n"
-                        f"    os.write(2, b'native\\n'); assert path == {named!r}")
+        self.run_script(
+            f"with preflight.redirect_stderr(plugin, environ, {named!r}) as path:\n"
+            f"    os.write(2, b'native\\n'); assert path == {named!r}"
+        )
         self.assertEqual(pathlib.Path(named).read_text(), "probed\nnative\n")
         for unusable in (str(self.folder), str(self.folder / "absent" / "my.log")):
             with self.assertRaisesRegex(RequestError, "--plugin-log: cannot write to"):
@@ -306,9 +327,13 @@ class ChooseTest(Case):
                 (own / path).touch()
         full = {str(own / path) if not path.startswith("/") else path: reason for path, reason in answers.items()}
         answers = full
-        with mock.patch.object(locate, "PATTERNS", patterns), mock.patch.object(locate, "SYSTEM_ROOTS", ()), \
-                mock.patch.object(locate, "SYSTEM_LIBTPU", ()), \
-                mock.patch.object(locate, "own_packages", lambda: [own]), mock.patch.object(preflight, "probe", ask):
+        with (
+            mock.patch.object(locate, "PATTERNS", patterns),
+            mock.patch.object(locate, "SYSTEM_ROOTS", ()),
+            mock.patch.object(locate, "SYSTEM_LIBTPU", ()),
+            mock.patch.object(locate, "own_packages", lambda: [own]),
+            mock.patch.object(preflight, "probe", ask),
+        ):
             result = choose(platform, explicit, 20.0, self.environ)
         self.asked = [path.removeprefix(f"{own}/") for path in self.asked]
         return result
@@ -387,8 +412,11 @@ class ChooseTest(Case):
 
 class SurveyTest(Case):
     def test_every_place_and_every_answer_as_plain_values(self) -> None:
-        with mock.patch.object(locate, "SYSTEM_ROOTS", ()), mock.patch.object(locate, "own_packages", list), \
-                mock.patch.object(locate, "SYSTEM_LIBTPU", ()):
+        with (
+            mock.patch.object(locate, "SYSTEM_ROOTS", ()),
+            mock.patch.object(locate, "own_packages", list),
+            mock.patch.object(locate, "SYSTEM_LIBTPU", ()),
+        ):
             facts = self.facts()
             self.assertEqual(list(facts), ["cuda", "rocm", "tpu", "cpu"])
             self.assertEqual([place["state"] for place in facts["cpu"]["places"][1:]], ["nothing there"] * 7)

@@ -63,10 +63,13 @@ class Golden(unittest.TestCase):
 
     def test_streams(self) -> None:
         for name, tokenizer in self.tokenizers.items():
-            cases = [(c["ids_with_special"], c["decoded_with_special"], c["decoded_skip_special"], True)
-                     for c in self.golden[name]["cases"]]
-            cases += [(c["ids"], c["decoded"], c["decoded_skip_special"], False)
-                      for c in self.golden[name]["decode_cases"]]
+            cases = [
+                (c["ids_with_special"], c["decoded_with_special"], c["decoded_skip_special"], True)
+                for c in self.golden[name]["cases"]
+            ]
+            cases += [
+                (c["ids"], c["decoded"], c["decoded_skip_special"], False) for c in self.golden[name]["decode_cases"]
+            ]
             for ids, shown, skipped, whole in cases:
                 with self.subTest(tokenizer=name, ids=ids):
                     self.assertEqual("".join(streamed(tokenizer, ids, False)), shown)
@@ -136,9 +139,11 @@ class Small(unittest.TestCase):
         case = SMALL["cases"][0]
         file = {**case["file"], "model": SMALL["models"][case["model"]]}
         flags = {"special": False, "normalized": False, "single_word": False}
-        file["added_tokens"] = [*file["added_tokens"],
-                                {"id": 323, "content": "<a>", "lstrip": False, "rstrip": True, **flags},
-                                {"id": 324, "content": "  ", "lstrip": True, "rstrip": False, **flags}]
+        file["added_tokens"] = [
+            *file["added_tokens"],
+            {"id": 323, "content": "<a>", "lstrip": False, "rstrip": True, **flags},
+            {"id": 324, "content": "  ", "lstrip": True, "rstrip": False, **flags},
+        ]
         tokenizer = Tokenizer.from_bytes(json.dumps(file).encode(), "spaces")
         x, y = tokenizer.token_to_id("x"), tokenizer.token_to_id("y")
         for text, want in (("x<a>  ", [x, 323]), ("x<a>  y", [x, 323, y]), ("x  <a> y", [x, 324, 323, y])):
@@ -165,8 +170,11 @@ class Text(unittest.TestCase):
             self.assertIn("surrogate", str(caught.exception))
 
     def test_code_points_unknown_to_the_interpreter_are_counted(self) -> None:
-        unknown = next(code for code in range(0x30000, 0x40000)
-                       if unicodedata.category(chr(code)) == "Cn" and code & 0xFFFE != 0xFFFE)
+        unknown = next(
+            code
+            for code in range(0x30000, 0x40000)
+            if unicodedata.category(chr(code)) == "Cn" and code & 0xFFFE != 0xFFFE
+        )
         self.assertEqual(self.tokenizer.unassigned("abc \u4e16\U0001f600\ufdd0\uffff"), {})
         self.assertEqual(self.tokenizer.unassigned(f"a{chr(unknown)}b{chr(unknown)}"), {unknown: 2})
         llama = Tokenizer.from_file(shared("checkpoints", "tokenizers", "llama2_style", "tokenizer.json"))

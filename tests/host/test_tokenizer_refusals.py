@@ -95,6 +95,7 @@ class Refusals(unittest.TestCase):
 
     def test_a_merge_whose_result_is_its_own_part_is_cyclic(self) -> None:
         for merge in (["a", ""], ["", "a"], ["", ""]):
+
             def cycle(file: dict[str, Any], merge: list[str] = merge) -> None:
                 file["model"]["vocab"][""] = 5000
                 file["model"]["merges"].append(merge)
@@ -116,11 +117,19 @@ class Refusals(unittest.TestCase):
         split = {"type": "Split", "pattern": {"Regex": r"\p{Han}+|."}, "behavior": "Isolated", "invert": False}
         self.changed(lambda f: f.update(pre_tokenizer=split), "pre_tokenizer", r"\\p{Han}+|.", "llama-3")
         known = small("llama-3")["pre_tokenizer"]["pretokenizers"][0]
-        for change in ({"behavior": "Removed"}, {"behavior": "Contiguous"}, {"behavior": "Novel"},
-                       {"pattern": {"String": ""}}, {"pattern": "x"}, {"novelty": 1}):
+        for change in (
+            {"behavior": "Removed"},
+            {"behavior": "Contiguous"},
+            {"behavior": "Novel"},
+            {"pattern": {"String": ""}},
+            {"pattern": "x"},
+            {"novelty": 1},
+        ):
             self.changed(lambda f, change=change: f.update(pre_tokenizer={**known, **change}), "pre_tokenizer")
-        after = {"type": "Sequence", "pretokenizers": [
-            {"type": "ByteLevel", "add_prefix_space": False, "use_regex": False}, {"type": "Digits"}]}
+        after = {
+            "type": "Sequence",
+            "pretokenizers": [{"type": "ByteLevel", "add_prefix_space": False, "use_regex": False}, {"type": "Digits"}],
+        }
         self.changed(lambda f: f.update(pre_tokenizer=after), "pretokenizers[1]", "Digits", "after ByteLevel")
 
     def test_metaspace(self) -> None:

@@ -207,8 +207,23 @@ class HostMemoryTest(unittest.TestCase):
     @on_every_plugin
     def test_every_dtype_and_rank_comes_back_as_it_went(self, client: Client) -> None:
         rng = random.Random(7)
-        sizes = {"pred": 1, "i8": 1, "u8": 1, "i16": 2, "u16": 2, "f16": 2, "bf16": 2, "i32": 4, "u32": 4, "f32": 4,
-                 "i64": 8, "u64": 8, "f64": 8, "f8e5m2": 1, "f8e4m3fn": 1}
+        sizes = {
+            "pred": 1,
+            "i8": 1,
+            "u8": 1,
+            "i16": 2,
+            "u16": 2,
+            "f16": 2,
+            "bf16": 2,
+            "i32": 4,
+            "u32": 4,
+            "f32": 4,
+            "i64": 8,
+            "u64": 8,
+            "f64": 8,
+            "f8e5m2": 1,
+            "f8e4m3fn": 1,
+        }
         for dtype, size in sizes.items():
             for dims in ((), (5,), (2, 3), (3, 1, 2, 2), (0, 4)):
                 count = 1

@@ -38,9 +38,7 @@ class Header:
     def __init__(self, text: str):
         text = re.sub(r"//[^\n]*|/\*.*?\*/", "", text, flags=re.DOTALL)
         self.text = text
-        self.bodies = {
-            match[1]: match[2] for match in re.finditer(r"\bstruct (PJRT_\w+) \{(.*?)\n\}", text, re.DOTALL)
-        }
+        self.bodies = {match[1]: match[2] for match in re.finditer(r"\bstruct (PJRT_\w+) \{(.*?)\n\}", text, re.DOTALL)}
         self.enums = {match[2]: match[1] for match in re.finditer(r"typedef enum \{(.*?)\} (\w+);", text, re.DOTALL)}
         self.functions = set(re.findall(r"typedef [\w\s*]+?\(\*(\w+)\)\(", text))
 
@@ -57,8 +55,9 @@ class Header:
     def fields(self, struct: str) -> list[tuple[str, int, int]]:
         """(name, offset, size) of every field; an unnamed union is one field called `union`."""
         body, placed, at = self.bodies[struct], [], 0
-        body, unions = re.sub(r"union \{.*?\};", "union UNION;", body, flags=re.DOTALL), re.findall(
-            r"union \{(.*?)\};", body, re.DOTALL
+        body, unions = (
+            re.sub(r"union \{.*?\};", "union UNION;", body, flags=re.DOTALL),
+            re.findall(r"union \{(.*?)\};", body, re.DOTALL),
         )
         for statement in filter(None, (" ".join(part.split()) for part in body.split(";"))):
             if statement == "union UNION":
@@ -149,10 +148,17 @@ class HeaderTest(unittest.TestCase):
             theirs = spelled[name[0]] + name[1:] if name[0] in spelled else name.upper()
             self.assertEqual(code, types[f"PJRT_Buffer_Type_{theirs}"], name)
         errors = self.header.constants("PJRT_Error_Code")
-        self.assertEqual(abi.ERROR_CODES, {code: name.removeprefix("PJRT_Error_Code_")
-                                           for name, code in errors.items() if code})
-        for ours in ("INVALID_ARGUMENT", "NOT_FOUND", "RESOURCE_EXHAUSTED", "FAILED_PRECONDITION", "UNIMPLEMENTED",
-                     "UNAVAILABLE"):
+        self.assertEqual(
+            abi.ERROR_CODES, {code: name.removeprefix("PJRT_Error_Code_") for name, code in errors.items() if code}
+        )
+        for ours in (
+            "INVALID_ARGUMENT",
+            "NOT_FOUND",
+            "RESOURCE_EXHAUSTED",
+            "FAILED_PRECONDITION",
+            "UNIMPLEMENTED",
+            "UNAVAILABLE",
+        ):
             self.assertEqual(getattr(abi, ours), errors[f"PJRT_Error_Code_{ours}"])
         semantics = self.header.constants("PJRT_HostBufferSemantics")
         for ours, theirs in (

@@ -101,8 +101,16 @@ class FetchTest(unittest.TestCase):
                 archive.writestr("some_plugin-1.0.dist-info/WHEEL", WHEEL)
                 archive.writestr("some_plugin-1.0.dist-info/RECORD", "")
             data = wheel.read_bytes()
-            pin = Pin("some-plugin", "1.0", platform.machine(), hashlib.sha256(data).hexdigest(), len(data),
-                      "some_plugin/plugin.so", hashlib.sha256(content).hexdigest(), len(content))
+            pin = Pin(
+                "some-plugin",
+                "1.0",
+                platform.machine(),
+                hashlib.sha256(data).hexdigest(),
+                len(data),
+                "some_plugin/plugin.so",
+                hashlib.sha256(content).hexdigest(),
+                len(content),
+            )
             pip = {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": folder, "PIP_REQUIRE_VIRTUALENV": "1"}
             cache = os.path.join(folder, "cache")
             with mock.patch.dict(PINS, {"cpu": pin}), mock.patch.dict(os.environ, pip):

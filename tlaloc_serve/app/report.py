@@ -173,6 +173,8 @@ def header_lines(facts: Facts) -> Iterator[str]:
     yield _line("frameworks", _frameworks(runtime["frameworks"]))
     if runtime["pluginLog"]:
         yield _line("plugin log", runtime["pluginLog"])
+    for answer in facts["tried"]:
+        yield _line("passed over", f"{answer['path']}: {answer['message']}")
     yield ""
     yield _line("artifact", artifact["path"], 0)
     yield _line("model", artifact["model"])

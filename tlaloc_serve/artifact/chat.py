@@ -44,8 +44,9 @@ class ChatTemplate:
             raise RequestError("messages", "the chat is empty", want="at least one message")
         for index, message in enumerate(messages):
             if message.role not in ("system", "user", "assistant"):
-                raise RequestError(f"messages[{index}].role", "unknown role", got=repr(message.role),
-                                   want="system, user or assistant")
+                raise RequestError(
+                    f"messages[{index}].role", "unknown role", got=repr(message.role), want="system, user or assistant"
+                )
         return [part for part in self.turns(messages, add_generation_prompt, self.bos, self.eos) if part[0]]
 
     def render(self, messages: Sequence[Message], add_generation_prompt: bool = True) -> str:
@@ -85,8 +86,11 @@ def _alternating(messages: Sequence[Message]) -> Sequence[Message]:
     """Check that user and assistant take turns, the user first."""
     for index, message in enumerate(messages):
         if message.role != ("user", "assistant")[index % 2]:
-            raise RequestError("messages", "roles must alternate, user first, after a system message if the template "
-                               "takes one", got=f"{message.role} as turn {index + 1}")
+            raise RequestError(
+                "messages",
+                "roles must alternate, user first, after a system message if the template takes one",
+                got=f"{message.role} as turn {index + 1}",
+            )
     return messages
 
 
@@ -236,11 +240,13 @@ TEMPLATES = {
     template.name: template
     for template in (
         ChatTemplate("chatml", _chatml),
-        ChatTemplate("smollm2", _chatml_with_system("You are a helpful AI assistant named SmolLM, trained by "
-                                                    "Hugging Face")),
+        ChatTemplate(
+            "smollm2", _chatml_with_system("You are a helpful AI assistant named SmolLM, trained by Hugging Face")
+        ),
         ChatTemplate("qwen2", _chatml_with_system("You are a helpful assistant.")),
-        ChatTemplate("qwen2.5", _chatml_with_system("You are Qwen, created by Alibaba Cloud. You are a helpful "
-                                                    "assistant.")),
+        ChatTemplate(
+            "qwen2.5", _chatml_with_system("You are Qwen, created by Alibaba Cloud. You are a helpful assistant.")
+        ),
         ChatTemplate("qwen3", _qwen3),
         ChatTemplate("zephyr", _zephyr, eos="</s>"),
         ChatTemplate("llama-2", _llama2, bos="<s>", eos="</s>"),

@@ -23,8 +23,17 @@ from tlaloc_serve.artifact.text.postprocess import build_template
 from tlaloc_serve.artifact.text.pretokenize import build_pretokenizer
 from tlaloc_serve.errors import TokenizerError
 
-_FIELDS = ("version", "truncation", "padding", "added_tokens", "normalizer", "pre_tokenizer", "post_processor",
-           "decoder", "model")
+_FIELDS = (
+    "version",
+    "truncation",
+    "padding",
+    "added_tokens",
+    "normalizer",
+    "pre_tokenizer",
+    "post_processor",
+    "decoder",
+    "model",
+)
 
 
 class Tokenizer:
@@ -38,11 +47,13 @@ class Tokenizer:
             raise root.refuse("field 'version'", got=repr(fields.get("version")), want="'1.0'")
         for key in ("truncation", "padding"):
             if fields.get(key) is not None:
-                raise root.refuse(f"field {key!r} is set, which would change prompts in silence",
-                                  todo="set it to null in the file")
+                raise root.refuse(
+                    f"field {key!r} is set, which would change prompts in silence", todo="set it to null in the file"
+                )
         normalizer = build_normalizer(f"{where}: normalizer", fields.get("normalizer"))
-        self._pretokenizer = build_pretokenizer(f"{where}: pre_tokenizer", fields.get("pre_tokenizer"),
-                                                shifted=normalizer.shifts)
+        self._pretokenizer = build_pretokenizer(
+            f"{where}: pre_tokenizer", fields.get("pre_tokenizer"), shifted=normalizer.shifts
+        )
         model = Component.of(f"{where}: model", fields.get("model"))
         self._model = Bpe(model, byte_level=self._pretokenizer.byte_level)
         self._added = AddedTokens(f"{where}: added_tokens", fields.get("added_tokens"), self._model.vocab, normalizer)
@@ -145,5 +156,8 @@ def _check_surrogates(text: str) -> None:
         try:
             text.encode("utf-8")
         except UnicodeEncodeError as error:
-            raise TokenizerError("text", f"lone surrogate U+{ord(text[error.start]):04X} at character {error.start}",
-                                 todo="decode the input as UTF-8 first") from None
+            raise TokenizerError(
+                "text",
+                f"lone surrogate U+{ord(text[error.start]):04X} at character {error.start}",
+                todo="decode the input as UTF-8 first",
+            ) from None

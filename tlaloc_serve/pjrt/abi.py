@@ -137,6 +137,10 @@ def struct_size(struct: type[Struct]) -> int:
     return int(last.offset + last.size)
 
 
+# The fields as the header lists them, packed: a table, not code.
+# fmt: off
+
+
 class PJRT_Api_Version(Struct):
     _fields_ = [("major_version", c_int), ("minor_version", c_int)]
 

@@ -122,8 +122,9 @@ class Buffer(Handle):
         """
         view = HostView(memory, writable=True)
         if view.nbytes != self.nbytes:
-            raise RequestError(repr(self), "read into memory of another size", got=f"{view.nbytes} bytes",
-                               want=f"{self.nbytes}")
+            raise RequestError(
+                repr(self), "read into memory of another size", got=f"{view.nbytes} bytes", want=f"{self.nbytes}"
+            )
         args = abi.PJRT_Buffer_ToHostBuffer_Args(
             src=self._alive(),
             host_layout=ctypes.addressof(row_major(len(self.dims))),
@@ -156,12 +157,19 @@ class Buffer(Handle):
         plugin lacks the call, RequestError for a range outside the buffer.
         """
         if not self.can_read_range:
-            raise PluginError(self._client.plugin.path, "the plugin does not provide PJRT_Buffer_CopyRawToHost",
-                              todo="read the whole buffer")
+            raise PluginError(
+                self._client.plugin.path,
+                "the plugin does not provide PJRT_Buffer_CopyRawToHost",
+                todo="read the whole buffer",
+            )
         view = HostView(memory, writable=True)
         if offset < 0 or offset + view.nbytes > self.nbytes:
-            raise RequestError(repr(self), "read outside the buffer", got=f"bytes {offset} to {offset + view.nbytes}",
-                               want=f"within 0 to {self.nbytes}")
+            raise RequestError(
+                repr(self),
+                "read outside the buffer",
+                got=f"bytes {offset} to {offset + view.nbytes}",
+                want=f"within 0 to {self.nbytes}",
+            )
         args = abi.PJRT_Buffer_CopyRawToHost_Args(
             buffer=self._alive(), dst=view.address, offset=offset, transfer_size=view.nbytes
         )

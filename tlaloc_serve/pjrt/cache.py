@@ -51,9 +51,7 @@ def write_whole(path: pathlib.Path, data: bytes) -> None:
         raise
 
 
-def open_log(
-    plugin: str | os.PathLike[str], environ: Mapping[str, str], named: str | None = None
-) -> tuple[int, str]:
+def open_log(plugin: str | os.PathLike[str], environ: Mapping[str, str], named: str | None = None) -> tuple[int, str]:
     """A descriptor that appends to the log file of `plugin`, and the file's path. The caller closes it.
 
     `named` is the file that the user wants it in; RequestError when that cannot be written.
@@ -63,8 +61,12 @@ def open_log(
         try:
             return os.open(named, flags, 0o600), named
         except OSError as error:
-            raise RequestError("--plugin-log", f"cannot write to {named}", got=error.strerror,
-                               todo="name another file, or - for the screen") from None
+            raise RequestError(
+                "--plugin-log",
+                f"cannot write to {named}",
+                got=error.strerror,
+                todo="name another file, or - for the screen",
+            ) from None
     path = cache_folder(environ) / "logs" / f"{pathlib.PurePath(plugin).stem}-{file_key(plugin)}.log"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

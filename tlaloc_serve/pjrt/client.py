@@ -104,8 +104,11 @@ class Client(Handle):
         self.plugin.call("PJRT_Client_AddressableDevices", listed)
         count = listed.num_addressable_devices
         if not count:
-            raise PluginError(self.plugin.path, f"the {self.platform_name} client has no addressable device",
-                              todo="check the device and its driver")
+            raise PluginError(
+                self.plugin.path,
+                f"the {self.platform_name} client has no addressable device",
+                todo="check the device and its driver",
+            )
         pointers = (ctypes.c_void_p * count).from_address(listed.addressable_devices)
         self.devices: tuple[Device, ...] = tuple(Device(self, pointer) for pointer in pointers if pointer)
 
@@ -143,9 +146,13 @@ class Client(Handle):
         Only a blob of the same plugin file and the same machine may be loaded: a plugin may not check either.
         """
         if options is not None and self.plugin.api_version < (abi.MAJOR, abi.DESERIALIZE_OPTIONS_MINOR):
-            raise PluginError(self.plugin.path, "compile options for a serialised program",
-                              got="PJRT API {}.{}".format(*self.plugin.api_version),
-                              want=f"{abi.MAJOR}.{abi.DESERIALIZE_OPTIONS_MINOR} or newer", todo="compile it instead")
+            raise PluginError(
+                self.plugin.path,
+                "compile options for a serialised program",
+                got="PJRT API {}.{}".format(*self.plugin.api_version),
+                want=f"{abi.MAJOR}.{abi.DESERIALIZE_OPTIONS_MINOR} or newer",
+                todo="compile it instead",
+            )
         args = abi.PJRT_Executable_DeserializeAndLoad_Args(
             client=self._alive(), serialized_executable=blob, serialized_executable_size=len(blob)
         )
@@ -174,8 +181,12 @@ class Client(Handle):
         code = element_type(dtype)[0]
         view = HostView(data)
         if view.nbytes != nbytes_of(dtype, dims):
-            raise RequestError("buffer_from_host", f"host memory for {dtype}{list(dims)}", got=f"{view.nbytes} bytes",
-                               want=f"{nbytes_of(dtype, dims)}")
+            raise RequestError(
+                "buffer_from_host",
+                f"host memory for {dtype}{list(dims)}",
+                got=f"{view.nbytes} bytes",
+                want=f"{nbytes_of(dtype, dims)}",
+            )
         if zero_copy:
             semantics = abi.IMMUTABLE_ZERO_COPY
         elif view.nbytes <= _COPY_DURING_CALL_BYTES:

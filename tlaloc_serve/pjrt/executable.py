@@ -67,8 +67,12 @@ class Executable(Handle):
         plugin.call("PJRT_Executable_OutputDimensions", shapes)
         count = self.num_outputs
         if types.num_output_types != count or shapes.num_outputs != count:
-            raise PluginError(plugin.path, f"{self.name}: types of the results",
-                              got=f"{types.num_output_types} types and {shapes.num_outputs} shapes", want=f"{count}")
+            raise PluginError(
+                plugin.path,
+                f"{self.name}: types of the results",
+                got=f"{types.num_output_types} types and {shapes.num_outputs} shapes",
+                want=f"{count}",
+            )
         if not count:
             return ()
         codes = (ctypes.c_int * count).from_address(types.output_types)

@@ -94,15 +94,20 @@ class Execution(Handle):
         if outside:
             raise RequestError(repr(executable), "donated inputs", got=outside, want=f"indices under {num_args}")
         if len(self._specs) != executable.num_outputs:
-            raise RequestError(repr(executable), "number of outputs", got=len(self._specs),
-                               want=f"{executable.num_outputs}, as compiled")
+            raise RequestError(
+                repr(executable),
+                "number of outputs",
+                got=len(self._specs),
+                want=f"{executable.num_outputs}, as compiled",
+            )
         plugin = self._client.plugin
         if not (plugin.has("PJRT_Executable_OutputElementTypes") and plugin.has("PJRT_Executable_OutputDimensions")):
             return
         for index, (given, compiled) in enumerate(zip(self._specs, executable.output_types(), strict=True)):
             if given != compiled:
-                raise RequestError(repr(executable), f"type of output {index}", got=given,
-                                   want=f"{compiled}, as compiled")
+                raise RequestError(
+                    repr(executable), f"type of output {index}", got=given, want=f"{compiled}, as compiled"
+                )
 
     def bind(self, index: int, buffer: Buffer) -> None:
         """Use `buffer` as argument `index` from the next run on. A bound Buffer may get new contents in between."""
@@ -162,8 +167,9 @@ class Execution(Handle):
         So an array that is updated every step, a pool, stays one Buffer that stays bound.
         """
         if buffer._spec != self._specs[index]:
-            raise RequestError(repr(self._executable), f"output {index} given to {buffer!r}",
-                               want=f"a buffer of {self._specs[index]}")
+            raise RequestError(
+                repr(self._executable), f"output {index} given to {buffer!r}", want=f"a buffer of {self._specs[index]}"
+            )
         old = buffer._handle if buffer._spent is None else buffer._spent
         if old is None:
             raise HandleClosed(repr(buffer), "given an output after close()")

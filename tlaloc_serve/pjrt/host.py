@@ -58,8 +58,12 @@ class HostView:
         try:
             _get_buffer(data, ctypes.addressof(view), _WRITABLE if writable else _SIMPLE)
         except (BufferError, TypeError, ValueError) as error:
-            raise RequestError("host memory", "cannot be used by a plugin", got=f"{type(data).__name__} ({error})",
-                               want=f"{'writable, ' if writable else ''}C-contiguous memory") from None
+            raise RequestError(
+                "host memory",
+                "cannot be used by a plugin",
+                got=f"{type(data).__name__} ({error})",
+                want=f"{'writable, ' if writable else ''}C-contiguous memory",
+            ) from None
         self._view = view
         self.nbytes: int = view.len
         self.address: int = view.buf if view.buf and view.len else ctypes.addressof(_nothing)

@@ -43,8 +43,9 @@ def load(path: str) -> int:
     try:
         get_api = library.GetPjrtApi
     except AttributeError:
-        raise PluginError(path, "a shared library, but not a PJRT plugin", got="no function GetPjrtApi",
-                          todo="name a PJRT plugin") from None
+        raise PluginError(
+            path, "a shared library, but not a PJRT plugin", got="no function GetPjrtApi", todo="name a PJRT plugin"
+        ) from None
     get_api.restype = ctypes.c_void_p
     get_api.argtypes = ()
     api = get_api()
@@ -63,8 +64,13 @@ def _check_file(path: str) -> None:
         with file.open("rb") as stream:
             magic = stream.read(4)
             if magic != b"\x7fELF":
-                raise PluginError(path, "not a shared library", got=f"a file that starts with {magic!r}",
-                                  want="an ELF file", todo=_NAME_IT)
+                raise PluginError(
+                    path,
+                    "not a shared library",
+                    got=f"a file that starts with {magic!r}",
+                    want="an ELF file",
+                    todo=_NAME_IT,
+                )
             size = os.fstat(stream.fileno()).st_size
             end = _loaded_end(stream)
     except (OSError, RuntimeError) as error:
@@ -100,6 +106,9 @@ def _load_error(path: str, text: str) -> PluginError:
     missing = _MISSING_LIBRARY.match(text)
     if missing and os.path.basename(missing["library"]) != os.path.basename(path):
         library = missing["library"]
-        return PluginError(path, f"cannot be loaded, it needs the library {library}, which was not found",
-                           todo=f"install the package that has {library}, or add its folder to LD_LIBRARY_PATH")
+        return PluginError(
+            path,
+            f"cannot be loaded, it needs the library {library}, which was not found",
+            todo=f"install the package that has {library}, or add its folder to LD_LIBRARY_PATH",
+        )
     return PluginError(path, "cannot be loaded", got=text, todo="check that the file is whole and for this machine")

@@ -74,8 +74,13 @@ def _memory_fraction(environ: Mapping[str, str]) -> float:
     except ValueError:
         fraction = 0.0
     if not 0 < fraction <= 1:
-        raise RequestError(MEMORY_FRACTION, "not a fraction of the device's memory", got=repr(text),
-                           want="a number above 0 and up to 1", todo="correct or unset it")
+        raise RequestError(
+            MEMORY_FRACTION,
+            "not a fraction of the device's memory",
+            got=repr(text),
+            want="a number above 0 and up to 1",
+            todo="correct or unset it",
+        )
     return fraction
 
 
@@ -83,6 +88,7 @@ def _preallocate(environ: Mapping[str, str]) -> bool:
     text = environ.get(PREALLOCATE, "")
     value = _BOOLEANS.get(text.lower()) if text else False
     if value is None:
-        raise RequestError(PREALLOCATE, "not a yes or no", got=repr(text), want=", ".join(_BOOLEANS),
-                           todo="correct or unset it")
+        raise RequestError(
+            PREALLOCATE, "not a yes or no", got=repr(text), want=", ".join(_BOOLEANS), todo="correct or unset it"
+        )
     return value

@@ -39,8 +39,13 @@ class Plugin:
         self._functions: dict[str, Any] = {}
         size = ctypes.c_size_t.from_address(api).value
         if size < abi.FUNCTIONS_OFFSET:
-            raise AbiMismatch(path, "PJRT_Api is too short to hold a version", got=f"{size} bytes",
-                              want=f"at least {abi.FUNCTIONS_OFFSET}", todo="use another plugin")
+            raise AbiMismatch(
+                path,
+                "PJRT_Api is too short to hold a version",
+                got=f"{size} bytes",
+                want=f"at least {abi.FUNCTIONS_OFFSET}",
+                todo="use another plugin",
+            )
         self._struct_size = size
         version = abi.PJRT_Api_Version.from_address(api + 16)
         self.api_version: tuple[int, int] = (int(version.major_version), int(version.minor_version))
@@ -67,11 +72,17 @@ class Plugin:
         major, minor = self.api_version
         want = f"{abi.MAJOR}.{abi.MIN_MINOR} or a newer {abi.MAJOR}.x"
         if major != abi.MAJOR:
-            raise AbiMismatch(self.path, "PJRT API of another major version", got=f"{major}.{minor}", want=want,
-                              todo="use another plugin")
+            raise AbiMismatch(
+                self.path,
+                "PJRT API of another major version",
+                got=f"{major}.{minor}",
+                want=want,
+                todo="use another plugin",
+            )
         if minor < abi.MIN_MINOR:
-            raise AbiMismatch(self.path, "PJRT API too old", got=f"{major}.{minor}", want=want,
-                              todo="install a newer plugin")
+            raise AbiMismatch(
+                self.path, "PJRT API too old", got=f"{major}.{minor}", want=want, todo="install a newer plugin"
+            )
 
     def has(self, name: str) -> bool:
         """Whether the plugin provides the function `name` (its C name)."""
@@ -87,8 +98,11 @@ class Plugin:
             address = self._slot(name)
             if not address:
                 major, minor = self.api_version
-                raise AbiMismatch(self.path, f"the plugin (PJRT API {major}.{minor}) does not provide {name}",
-                                  todo="use a newer plugin")
+                raise AbiMismatch(
+                    self.path,
+                    f"the plugin (PJRT API {major}.{minor}) does not provide {name}",
+                    todo="use a newer plugin",
+                )
             prototype = _VOID_FUNCTION if name in abi.VOID_FUNCTIONS else _FUNCTION
             function = self._functions[name] = prototype(address)
         return function

@@ -19,8 +19,17 @@ from tlaloc_serve.pjrt.client import Client
 from tlaloc_serve.pjrt.locate import Search, search, skip_text
 from tlaloc_serve.pjrt.probe import ProbeResult, probe
 
-__all__ = ["Choice", "NothingToRunOn", "PlatformSurvey", "ProbeResult", "Survey", "choose", "probe",
-           "redirect_stderr", "survey"]
+__all__ = [
+    "Choice",
+    "NothingToRunOn",
+    "PlatformSurvey",
+    "ProbeResult",
+    "Survey",
+    "choose",
+    "probe",
+    "redirect_stderr",
+    "survey",
+]
 
 
 @dataclass(frozen=True)

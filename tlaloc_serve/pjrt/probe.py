@@ -32,8 +32,11 @@ if TYPE_CHECKING:
 _RECORD_VERSION = 1
 _TAIL_BYTES = 4096
 _NO_DEVICE_CODES = (abi.FAILED_PRECONDITION, abi.NOT_FOUND, abi.UNAVAILABLE)
-_NO_DEVICE = re.compile(r"no (visible |supported |available |\w+-capable )?(gpu|tpu|cuda|rocm|device|accelerator)|"
-                        r"NO_DEVICE|driver version is insufficient|libcuda", re.IGNORECASE)
+_NO_DEVICE = re.compile(
+    r"no (visible |supported |available |\w+-capable )?(gpu|tpu|cuda|rocm|device|accelerator)|"
+    r"NO_DEVICE|driver version is insufficient|libcuda",
+    re.IGNORECASE,
+)
 _CHILD = "import sys; sys.path.insert(0, sys.argv[1]); from tlaloc_serve.pjrt import probe; probe.child(sys.argv[2:])"
 
 
@@ -110,8 +113,15 @@ def _ask(path: str, kind: str, timeout_s: float, environ: Mapping[str, str], han
     with tempfile.TemporaryFile() as answer:
         command = _command(path, kind, answer.fileno())
         try:
-            process = subprocess.Popen(command, env=dict(environ), stdin=subprocess.DEVNULL, stdout=handle,
-                                       stderr=handle, pass_fds=[answer.fileno()], start_new_session=True)
+            process = subprocess.Popen(
+                command,
+                env=dict(environ),
+                stdin=subprocess.DEVNULL,
+                stdout=handle,
+                stderr=handle,
+                pass_fds=[answer.fileno()],
+                start_new_session=True,
+            )
         except OSError as error:
             return ProbeResult(path, "error", f"cannot start {command[0]!r} to ask the plugin: {error.strerror}")
         try:

@@ -58,8 +58,11 @@ class AddedTokens:
                 if want in taken:
                     raise component.refuse(f"added token {token.content!r} would get the id {want} of another token")
             if token.id != want:
-                raise component.refuse(f"id of added token {token.content!r}", got=token.id,
-                                       want=f"{want}, as the vocabulary and the tokens before it have it")
+                raise component.refuse(
+                    f"id of added token {token.content!r}",
+                    got=token.id,
+                    want=f"{want}, as the vocabulary and the tokens before it have it",
+                )
             if token.special:
                 self.special_contents.add(token.content)
             self.by_content[token.content] = self.by_id[token.id] = token

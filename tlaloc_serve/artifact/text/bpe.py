@@ -119,8 +119,9 @@ class Bpe:
     def _unk_id(self, char: str) -> int:
         token = self.vocab.get(self._unk_token or "")
         if token is None:
-            raise TokenizerError(self._where, f"no token for {char!r}, and unk_token {self._unk_token!r} is not in "
-                                 "the vocabulary either")
+            raise TokenizerError(
+                self._where, f"no token for {char!r}, and unk_token {self._unk_token!r} is not in the vocabulary either"
+            )
         return token
 
     def _merge(self, symbols: list[int]) -> list[int]:
@@ -181,8 +182,17 @@ def _check_model(component: Component) -> None:
     kind = component.type if "type" in fields or "merges" not in fields else "BPE"
     if kind != "BPE":
         raise component.refuse(f"model type {kind!r} is not implemented", want="BPE")
-    component.only("dropout", "unk_token", "continuing_subword_prefix", "end_of_word_suffix", "fuse_unk",
-                   "byte_fallback", "ignore_merges", "vocab", "merges")
+    component.only(
+        "dropout",
+        "unk_token",
+        "continuing_subword_prefix",
+        "end_of_word_suffix",
+        "fuse_unk",
+        "byte_fallback",
+        "ignore_merges",
+        "vocab",
+        "merges",
+    )
     for key in ("dropout", "continuing_subword_prefix", "end_of_word_suffix"):
         if fields.get(key):
             raise component.refuse(f"option {key} = {fields[key]!r} is not implemented")
@@ -243,5 +253,6 @@ def _bad_merge(component: Component, rank: int, merge: object, vocab: dict[str, 
         missing = [token for token in (*parts, "".join(parts)) if token not in vocab]
         if missing:
             return component.refuse(f"merges[{rank}] {merge!r} needs {missing[0]!r}, which is not in the vocabulary")
-    return component.refuse(f"merges[{rank}]", got=repr(merge),
-                            want='all of them "left right", or all of them ["left", "right"]')
+    return component.refuse(
+        f"merges[{rank}]", got=repr(merge), want='all of them "left right", or all of them ["left", "right"]'
+    )

@@ -210,8 +210,9 @@ def _stage(component: Component, fused: bool) -> Callable[[], Stage]:
         how, pattern = component.pattern()
         content = component.text("content")
         if how != "String" or (fused and len(pattern) != 1):
-            raise component.refuse(f"a Replace decoder with the {how.lower()} {pattern!r} is not implemented"
-                                   + " behind Fuse" * fused)
+            raise component.refuse(
+                f"a Replace decoder with the {how.lower()} {pattern!r} is not implemented" + " behind Fuse" * fused
+            )
         return lambda: _Each(lambda token: token.replace(pattern, content))
     if kind == "Strip":
         component.only("content", "start", "stop")
@@ -221,8 +222,10 @@ def _stage(component: Component, fused: bool) -> Callable[[], Stage]:
         if fused:
             return lambda: _StripStart(char, start)
         return lambda: _Each(lambda token: _strip_start(char, start, token))
-    raise component.refuse(f"decoder {kind!r} is not implemented" + " behind Fuse" * fused,
-                           want="Sequence, ByteLevel, ByteFallback, Fuse, Strip, Replace or Metaspace")
+    raise component.refuse(
+        f"decoder {kind!r} is not implemented" + " behind Fuse" * fused,
+        want="Sequence, ByteLevel, ByteFallback, Fuse, Strip, Replace or Metaspace",
+    )
 
 
 def _only_byte_level_matters(before: list[Component], tokens: Collection[str]) -> bool:

@@ -70,9 +70,7 @@ def nfc(text: str) -> str:
     newer = _after_unicode_9()
     if not newer.search(text):
         return unicodedata.normalize("NFC", text)
-    return "".join(
-        part if newer.match(part) else unicodedata.normalize("NFC", part) for part in newer.split(text)
-    )
+    return "".join(part if newer.match(part) else unicodedata.normalize("NFC", part) for part in newer.split(text))
 
 
 @functools.cache

@@ -23,8 +23,10 @@ def build_template(where: str, value: object) -> Callable[[list[int]], list[int]
             first, last = _single(component)
             before, after = first + before, after + last
         else:
-            raise component.refuse(f"post-processor {component.type!r} is not implemented",
-                                   want="Sequence, TemplateProcessing or ByteLevel")
+            raise component.refuse(
+                f"post-processor {component.type!r} is not implemented",
+                want="Sequence, TemplateProcessing or ByteLevel",
+            )
     return functools.partial(_around, before, after)
 
 

@@ -144,11 +144,15 @@ def _split(component: Component) -> tuple[Stage, bool]:
     if kind == "String":
         return _split_by_string(pattern, behavior, invert), False
     if pattern not in PATTERNS:
-        raise component.refuse(f"Split by the regular expression {pattern!r} is not implemented",
-                               want="one of " + ", ".join(PATTERNS.values()))
+        raise component.refuse(
+            f"Split by the regular expression {pattern!r} is not implemented",
+            want="one of " + ", ".join(PATTERNS.values()),
+        )
     if (behavior, invert) not in (("Isolated", False), ("Isolated", True), ("Removed", True)):
-        raise component.refuse(f"Split by a regular expression with behavior {behavior!r} and invert {invert}",
-                               want="Isolated, or Removed with invert true")
+        raise component.refuse(
+            f"Split by a regular expression with behavior {behavior!r} and invert {invert}",
+            want="Isolated, or Removed with invert true",
+        )
     return _every(pattern), True
 
 
