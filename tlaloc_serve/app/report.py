@@ -234,8 +234,8 @@ def footer_lines(facts: Facts, streamed: bool) -> Iterator[str]:
                 yield _line(f"{key}{which}", repr(sequence[key]), 0)
         detail = f": {sequence['detail']}" if sequence["detail"] else ""
         yield _line(f"ended{which}", f"{sequence['reason']}{detail}", 0)
-    hits = f"; {facts['cacheHits']} of them kept from an earlier run" if facts["cacheHits"] else ""
-    yield _line("XLA compiles", f"{facts['compiles']} (one per distinct ladder point actually touched{hits})", 0)
+    hits = f", {facts['cacheHits']} of them kept from an earlier run" if facts["cacheHits"] else ""
+    yield _line("XLA compiles", f"{facts['compiles']} (one per distinct ladder point actually touched){hits}", 0)
     yield from _compile_lines(facts)
     if facts["firstStepMs"] is not None:
         cached = facts["steps"][0]["cached"]
