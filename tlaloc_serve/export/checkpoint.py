@@ -89,10 +89,17 @@ def check_pieces(checkpoint: Checkpoint, names: list[str]) -> None:
     for name in names:
         piece = checkpoint.tensors[name]
         if checkpoint.source == "safetensors" and piece.type_name not in _WEIGHT_DTYPES:
-            raise ExportError(f"{piece.path}: {name}", "dtype not supported for a weight", got=piece.type_name,
-                              want=" or ".join(_WEIGHT_DTYPES))
+            raise ExportError(
+                f"{piece.path}: {name}",
+                "dtype not supported for a weight",
+                got=piece.type_name,
+                want=" or ".join(_WEIGHT_DTYPES),
+            )
     if HEAD in checkpoint.tensors and HEAD not in names:
         head, embed = checkpoint.tensors[HEAD], checkpoint.tensors[EMBED]
         if not same_bytes(head, embed):
-            raise ExportError(f"{head.path}: {HEAD}", f"differs from {EMBED}, and tie_word_embeddings is true",
-                              todo="set tie_word_embeddings to false if the head is meant to be used")
+            raise ExportError(
+                f"{head.path}: {HEAD}",
+                f"differs from {EMBED}, and tie_word_embeddings is true",
+                todo="set tie_word_embeddings to false if the head is meant to be used",
+            )

@@ -120,13 +120,18 @@ def read_config(config: Mapping[str, Any], where: str) -> ModelConfig:
     _refuse_unknown(reader, family)
     hidden, heads, layers = (reader.integer(k) for k in ("hidden_size", "num_attention_heads", "num_hidden_layers"))
     if reader.get("head_dim") is None and hidden % heads:
-        raise reader.refuse("hidden_size", "no multiple of num_attention_heads, and there is no head_dim",
-                            got=hidden, want=f"a multiple of {heads}")
+        raise reader.refuse(
+            "hidden_size",
+            "no multiple of num_attention_heads, and there is no head_dim",
+            got=hidden,
+            want=f"a multiple of {heads}",
+        )
     head_dim = reader.integer("head_dim", hidden // heads)
     kv_heads = reader.integer("num_key_value_heads", heads)
     if heads % kv_heads:
-        raise reader.refuse("num_key_value_heads", "does not divide num_attention_heads", got=kv_heads,
-                            want=f"a divisor of {heads}")
+        raise reader.refuse(
+            "num_key_value_heads", "does not divide num_attention_heads", got=kv_heads, want=f"a divisor of {heads}"
+        )
     if head_dim % 2:
         raise reader.refuse("head_dim", "odd, so that it cannot be rotated", got=head_dim)
     bias = reader.flag("attention_bias")
@@ -160,8 +165,12 @@ def _family(config: Mapping[str, Any], where: str) -> str:
     if family is None and names:
         family = next((key for key, name in _ARCHITECTURES.items() if name == names[0]), None)
     if not isinstance(family, str) or family not in _ARCHITECTURES:
-        raise ExportError(f"{where}: model_type", "architecture not supported", got=config.get("model_type") or names,
-                          want=f"one of {', '.join(_ARCHITECTURES)}")
+        raise ExportError(
+            f"{where}: model_type",
+            "architecture not supported",
+            got=config.get("model_type") or names,
+            want=f"one of {', '.join(_ARCHITECTURES)}",
+        )
     if names and names[0] != _ARCHITECTURES[family]:
         raise ExportError(f"{where}: architectures", "not supported", got=names[0], want=_ARCHITECTURES[family])
     return family
@@ -173,14 +182,22 @@ def _refuse_unknown(reader: _Reader, family: str) -> None:
         if key in known:
             continue
         if key in _NEUTRAL and value is not None and value != _NEUTRAL[key] and value is not False:
-            raise reader.refuse(key, f"changes the arithmetic and is not supported for {family}", got=repr(value),
-                                want=repr(_NEUTRAL[key]))
+            raise reader.refuse(
+                key,
+                f"changes the arithmetic and is not supported for {family}",
+                got=repr(value),
+                want=repr(_NEUTRAL[key]),
+            )
         off = value is None or value is False or value in ("", [], {})
         harmless = key in _NEUTRAL or key in _HARMLESS or key.startswith("_") or key.endswith(_HARMLESS_ENDS)
         if not off and not harmless:
             shown = repr(value) if len(repr(value)) <= 60 else repr(value)[:57] + "..."
-            raise ExportError(f"{reader.where}: {key}", "a key that is not understood and may change the arithmetic",
-                              got=shown, todo="remove the key if it changes nothing")
+            raise ExportError(
+                f"{reader.where}: {key}",
+                "a key that is not understood and may change the arithmetic",
+                got=shown,
+                todo="remove the key if it changes nothing",
+            )
     if reader.config.get("rope_interleaved") not in (None, False):
         raise reader.refuse("rope_interleaved", "interleaved rotary embedding is not supported", got=True, want=False)
     window = reader.config.get("sliding_window")
@@ -202,10 +219,14 @@ def _windows(reader: _Reader, family: str, layers: int) -> tuple[int | None, ...
     """The sliding window of each layer: all of them for Mistral; for Qwen by layer_types, else from
     max_window_layers on, and only where use_sliding_window says so."""
     types = reader.get("layer_types")
-    if types is not None and (not isinstance(types, list) or len(types) != layers
-                              or any(kind not in ("full_attention", "sliding_attention") for kind in types)):
-        raise reader.refuse("layer_types", "not usable", got=types,
-                            want=f"{layers} times full_attention or sliding_attention")
+    if types is not None and (
+        not isinstance(types, list)
+        or len(types) != layers
+        or any(kind not in ("full_attention", "sliding_attention") for kind in types)
+    ):
+        raise reader.refuse(
+            "layer_types", "not usable", got=types, want=f"{layers} times full_attention or sliding_attention"
+        )
     window = reader.get("sliding_window")
     if family == "llama" or (family != "mistral" and not reader.flag("use_sliding_window")):
         window = None

@@ -63,8 +63,9 @@ def dequantise(type_name: str, data: floats.Bytes, out: str) -> Iterator[bytes |
     block, size = BLOCKS[type_name]
     view = memoryview(data).cast("B")
     if len(view) % size:
-        raise ExportError(f"tensor type {type_name}", "a block is cut", got=f"{len(view)} bytes",
-                          want=f"a multiple of {size}")
+        raise ExportError(
+            f"tensor type {type_name}", "a block is cut", got=f"{len(view)} bytes", want=f"a multiple of {size}"
+        )
     step = CHUNK // block * size
     for at in range(0, len(view), step):
         chunk = bytes(view[at : at + step])

@@ -161,6 +161,7 @@ def convert(data: Bytes, source: str, target: str) -> Bytes:
     if source == target and source in WIDTH:
         return data
     if (source, target) not in _CONVERT:
-        raise ExportError("float data", "no such conversion", got=f"{source} to {target}",
-                          want="f16, bf16 or f32 to bf16 or f32")
+        raise ExportError(
+            "float data", "no such conversion", got=f"{source} to {target}", want="f16, bf16 or f32 to bf16 or f32"
+        )
     return _CONVERT[source, target](data)

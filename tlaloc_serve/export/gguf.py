@@ -66,8 +66,9 @@ class GgufTensor:
 class GgufFile:
     """An open GGUF file. A context manager; views given by `data` must be released before it closes."""
 
-    def __init__(self, path: str, mapping: mmap.mmap, version: int, metadata: dict[str, Value],
-                 tensors: dict[str, GgufTensor]):
+    def __init__(
+        self, path: str, mapping: mmap.mmap, version: int, metadata: dict[str, Value], tensors: dict[str, GgufTensor]
+    ):
         self.path = path
         self.version = version
         self.metadata = metadata
@@ -163,15 +164,21 @@ class _Parser:
     def refuse_a_part(self, metadata: dict[str, Value]) -> None:
         parts = metadata.get("split.count", 1)
         if parts not in (0, 1):
-            raise self.fail("split.count", "the file is one part of several", got=parts, want=1,
-                            todo="merge the parts with `llama-gguf-split --merge`")
+            raise self.fail(
+                "split.count",
+                "the file is one part of several",
+                got=parts,
+                want=1,
+                todo="merge the parts with `llama-gguf-split --merge`",
+            )
 
     def take(self, count: int, field: str) -> int:
         """Moves over `count` bytes and returns where they began."""
         begin = self.at
         if count > self.size - begin:
-            raise self.fail(field, "the file ends before it", got=f"{self.size - begin} bytes at {begin}",
-                            want=f"{count} bytes")
+            raise self.fail(
+                field, "the file ends before it", got=f"{self.size - begin} bytes at {begin}", want=f"{count} bytes"
+            )
         self.at = begin + count
         return begin
 
@@ -237,8 +244,12 @@ class _Parser:
             raise self.fail(f"{name}: type", "tensor type not supported", got=type_name, want=", ".join(BLOCKS))
         block, size = BLOCKS[type_name]
         if 0 in dims or dims[-1] % block:
-            raise self.fail(f"{name}: dims", f"not whole blocks of {type_name}", got=list(dims),
-                            want=f"rows of a multiple of {block}")
+            raise self.fail(
+                f"{name}: dims",
+                f"not whole blocks of {type_name}",
+                got=list(dims),
+                want=f"rows of a multiple of {block}",
+            )
         if offset % alignment:
             raise self.fail(f"{name}: offset", "not aligned", got=offset, want=f"a multiple of {alignment}")
         return name, dims, type_name, offset, prod(dims) // block * size
@@ -251,12 +262,20 @@ class _Parser:
             if name in tensors:
                 raise self.fail(name, "tensor given twice")
             if base + offset + nbytes > self.size:
-                raise self.fail(f"{name}: offset", "data past the end of the file",
-                                got=f"bytes {base + offset} to {base + offset + nbytes}", want=f"at most {self.size}",
-                                todo="the file is cut short or damaged: fetch it again")
+                raise self.fail(
+                    f"{name}: offset",
+                    "data past the end of the file",
+                    got=f"bytes {base + offset} to {base + offset + nbytes}",
+                    want=f"at most {self.size}",
+                    todo="the file is cut short or damaged: fetch it again",
+                )
             tensors[name] = GgufTensor(name, dims, type_name, base + offset, nbytes)
         for before, after in pairwise(sorted(tensors.values(), key=lambda tensor: tensor.offset)):
             if before.offset + before.nbytes > after.offset:
-                raise self.fail(f"{after.name}: offset", f"overlaps {before.name}", got=after.offset,
-                                want=f"at least {before.offset + before.nbytes}")
+                raise self.fail(
+                    f"{after.name}: offset",
+                    f"overlaps {before.name}",
+                    got=after.offset,
+                    want=f"at least {before.offset + before.nbytes}",
+                )
         return tensors

@@ -114,8 +114,12 @@ def model_config(file: GgufFile) -> dict[str, Any]:
 def _architecture(file: GgufFile) -> str:
     architecture = file.architecture
     if architecture not in ARCHITECTURES:
-        raise ExportError(f"{file.path}: general.architecture", "not supported", got=architecture,
-                          want=f"one of {', '.join(ARCHITECTURES)}")
+        raise ExportError(
+            f"{file.path}: general.architecture",
+            "not supported",
+            got=architecture,
+            want=f"one of {', '.join(ARCHITECTURES)}",
+        )
     return architecture
 
 
@@ -137,8 +141,12 @@ def _vocab_size(file: GgufFile) -> int:
     rows = embedding.dims[0]
     tokens = file.metadata.get("tokenizer.ggml.tokens")
     if isinstance(tokens, list) and len(tokens) != rows:
-        raise ExportError(f"{file.path}: tokenizer.ggml.tokens", "disagrees with token_embd.weight", got=len(tokens),
-                          want=f"{rows} tokens")
+        raise ExportError(
+            f"{file.path}: tokenizer.ggml.tokens",
+            "disagrees with token_embd.weight",
+            got=len(tokens),
+            want=f"{rows} tokens",
+        )
     return rows
 
 
@@ -174,8 +182,12 @@ def _all_or_none(file: GgufFile, names: tuple[str, ...]) -> bool:
     """Whether these matrices of a layer have biases: each of them in layer 0, or none."""
     present = [name for name in names if f"blk.0.{name}.bias" in file.tensors]
     if present and len(present) < len(names):
-        raise ExportError(f"{file.path}: blk.0.{present[0]}.bias", "biases on some matrices only: not supported",
-                          got=", ".join(present), want=f"all of {', '.join(names)}, or none")
+        raise ExportError(
+            f"{file.path}: blk.0.{present[0]}.bias",
+            "biases on some matrices only: not supported",
+            got=", ".join(present),
+            want=f"all of {', '.join(names)}, or none",
+        )
     return bool(present)
 
 
@@ -185,8 +197,9 @@ def _add_window(keys: _Keys, config: dict[str, Any]) -> None:
     window = keys.integer("attention.sliding_window")
     if config["model_type"] != "llama":
         if window < config["max_position_embeddings"]:
-            raise keys.refuse("attention.sliding_window", "which layers it is for is not in the file: not supported",
-                              got=window)
+            raise keys.refuse(
+                "attention.sliding_window", "which layers it is for is not in the file: not supported", got=window
+            )
         return
     if config["attention_bias"] or config["mlp_bias"]:
         raise keys.refuse("attention.sliding_window", "a window beside biases: not supported", got=window)
@@ -203,8 +216,12 @@ def rope_divisors(file: GgufFile, head_dim: int) -> tuple[float, ...] | None:
     if tensor is None:
         return None
     if tensor.dims != (head_dim // 2,) or tensor.type_name not in ("F32", "F16", "BF16"):
-        raise ExportError(f"{file.path}: {ROPE_FREQS}", "not usable", got=f"{tensor.type_name} {list(tensor.dims)}",
-                          want=f"F32 [{head_dim // 2}]")
+        raise ExportError(
+            f"{file.path}: {ROPE_FREQS}",
+            "not usable",
+            got=f"{tensor.type_name} {list(tensor.dims)}",
+            want=f"F32 [{head_dim // 2}]",
+        )
     with file.data(tensor) as data:
         values = tuple(float(x) for x in memoryview(b"".join(dequantise(tensor.type_name, data, "f32"))).cast("f"))
     if not all(0 < value < float("inf") for value in values):
@@ -230,8 +247,15 @@ def model_pieces(file: GgufFile) -> dict[str, Piece]:
             raise ExportError(f"{file.path}: {tensor.name}", f"a tensor that a {architecture} model has no use for")
         matrix = re.sub(r"blk\.\d+\.|\.(weight|bias)$", "", tensor.name)
         over = interleaved.get(matrix, 0) if architecture == "llama" else 0
-        pieces[theirs[tensor.name]] = Piece(file.path, tensor.name, tensor.type_name, tensor.dims, tensor.offset,
-                                            tensor.nbytes, _head_rows(file, tensor, over))
+        pieces[theirs[tensor.name]] = Piece(
+            file.path,
+            tensor.name,
+            tensor.type_name,
+            tensor.dims,
+            tensor.offset,
+            tensor.nbytes,
+            _head_rows(file, tensor, over),
+        )
     return pieces
 
 
@@ -251,9 +275,17 @@ def _head_rows(file: GgufFile, tensor: GgufTensor, heads: int) -> int:
         return 0
     rows = tensor.dims[0]
     if rows % (2 * heads):
-        raise ExportError(f"{file.path}: {tensor.name}", "rows are no whole number of pairs a head", got=rows,
-                          want=f"a multiple of {2 * heads}")
+        raise ExportError(
+            f"{file.path}: {tensor.name}",
+            "rows are no whole number of pairs a head",
+            got=rows,
+            want=f"a multiple of {2 * heads}",
+        )
     if len(tensor.dims) == 1 and BLOCKS[tensor.type_name][0] > 1:
-        raise ExportError(f"{file.path}: {tensor.name}", "a bias whose elements must be moved is in blocks",
-                          got=tensor.type_name, want="F32, F16 or BF16")
+        raise ExportError(
+            f"{file.path}: {tensor.name}",
+            "a bias whose elements must be moved is in blocks",
+            got=tensor.type_name,
+            want="F32, F16 or BF16",
+        )
     return rows // heads

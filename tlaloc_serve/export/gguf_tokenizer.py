@@ -101,8 +101,13 @@ class _Vocabulary:
     def _pre(self) -> _Pre:
         name = self.get("pre")
         if name not in _PRE:
-            raise self.refuse("pre", "pre-tokenizer not supported", got=name, want=f"one of {', '.join(_PRE)}",
-                              todo="convert the model again with a converter that names its pre-tokenizer")
+            raise self.refuse(
+                "pre",
+                "pre-tokenizer not supported",
+                got=name,
+                want=f"one of {', '.join(_PRE)}",
+                todo="convert the model again with a converter that names its pre-tokenizer",
+            )
         return _PRE[name]
 
     def _types(self) -> list[int]:
@@ -255,8 +260,9 @@ def _merges(vocabulary: _Vocabulary) -> list[tuple[str, str]]:
         at = merge.find(" ", 1)
         left, right = merge[: max(at, 0)], merge[at + 1 :]
         if any(token not in vocabulary.ids for token in (left, right, left + right)):
-            raise vocabulary.refuse("merges", f"merge {index} is not two tokens of the vocabulary that make a third",
-                                    got=repr(merge))
+            raise vocabulary.refuse(
+                "merges", f"merge {index} is not two tokens of the vocabulary that make a third", got=repr(merge)
+            )
         pairs.setdefault((left, right))
     return list(pairs)
 
@@ -275,8 +281,11 @@ def _spm_merges(vocabulary: _Vocabulary) -> list[tuple[str, str]]:
         splits = [(token[:at], token[at:]) for at in range(1, len(token))]
         pairs = [pair for pair in splits if pair[0] in vocabulary.ids and pair[1] in vocabulary.ids]
         if pairs and owner.setdefault(scores[index], token) != token:
-            raise vocabulary.refuse("scores", "two tokens have one score, so the order of their merges is not known",
-                                    got=f"{owner[scores[index]]!r} and {token!r}")
+            raise vocabulary.refuse(
+                "scores",
+                "two tokens have one score, so the order of their merges is not known",
+                got=f"{owner[scores[index]]!r} and {token!r}",
+            )
         merges += [(-scores[index], -len(left), left, right) for left, right in pairs]
     return [(left, right) for _, _, left, right in sorted(merges)]
 

@@ -128,8 +128,12 @@ def _check(
             raise ExportError(f"{where}: {part.tensor}", "missing tensor", todo="is the checkpoint complete?")
         found = tensors[part.tensor]
         if found.dims != part.dims:
-            raise ExportError(f"{found.path}: {part.tensor}", "shape disagrees with the config",
-                              got=list(found.dims), want=list(part.dims))
+            raise ExportError(
+                f"{found.path}: {part.tensor}",
+                "shape disagrees with the config",
+                got=list(found.dims),
+                want=list(part.dims),
+            )
         used.add(part.tensor)
     for name in sorted(set(tensors) - used):
         layer = _LAYER.match(name)

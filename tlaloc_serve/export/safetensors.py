@@ -44,8 +44,13 @@ def read_checkpoint(folder: pathlib.Path) -> dict[str, Tensor]:
     if (folder / INDEX).exists():
         return _read_shards(folder)
     others = sorted(name for name in os.listdir(folder) if name.endswith((".safetensors", ".bin", ".pt", ".pth")))
-    raise ExportError(str(folder), "no weights in it", got=", ".join(others[:4]) or None, want=f"{SINGLE} or {INDEX}",
-                      todo="convert the weights to safetensors" if others else "is this a checkpoint's folder?")
+    raise ExportError(
+        str(folder),
+        "no weights in it",
+        got=", ".join(others[:4]) or None,
+        want=f"{SINGLE} or {INDEX}",
+        todo="convert the weights to safetensors" if others else "is this a checkpoint's folder?",
+    )
 
 
 def read_header(path: pathlib.Path) -> dict[str, Tensor]:
@@ -60,8 +65,13 @@ def read_header(path: pathlib.Path) -> dict[str, Tensor]:
                 raise ExportError(where, "no safetensors file", got=f"{size} bytes", want="at least 8")
             (length,) = struct.unpack_from("<Q", head)
             if length > min(size - 8, MAX_HEADER):
-                raise ExportError(f"{where}: header length", "longer than the file or the format's cap", got=length,
-                                  want=f"at most {min(size - 8, MAX_HEADER)}", todo="fetch the file again")
+                raise ExportError(
+                    f"{where}: header length",
+                    "longer than the file or the format's cap",
+                    got=length,
+                    want=f"at most {min(size - 8, MAX_HEADER)}",
+                    todo="fetch the file again",
+                )
             file.seek(8)
             text = file.read(length)
     except OSError as error:
@@ -87,8 +97,13 @@ def _tensor(where: str, name: str, record: Any, base: int, size: int) -> Tensor:
     begin, end = offsets
     want = math.prod(dims) * _WIDTHS[dtype]
     if base + end > size:
-        raise ExportError(place, "data_offsets past the end of the file", got=end, want=f"at most {size - base}",
-                          todo="the file is cut short or damaged: fetch it again")
+        raise ExportError(
+            place,
+            "data_offsets past the end of the file",
+            got=end,
+            want=f"at most {size - base}",
+            todo="the file is cut short or damaged: fetch it again",
+        )
     if end - begin != want:
         what = f"data_offsets are not the size of {dtype}{dims}"
         raise ExportError(place, what, got=f"{end - begin} bytes", want=want)
@@ -122,8 +137,9 @@ def _read_shards(folder: pathlib.Path) -> dict[str, Tensor]:
             raise ExportError(f"{index}: weight_map", "a shard outside the folder", got=repr(shard))
         if not (folder / shard).exists():
             missing = next(name for name, file in table.items() if file == shard)
-            raise ExportError(str(folder / shard), f"missing shard: the index puts {missing} in it",
-                              todo="fetch the missing file")
+            raise ExportError(
+                str(folder / shard), f"missing shard: the index puts {missing} in it", todo="fetch the missing file"
+            )
         for name, tensor in read_header(folder / shard).items():
             if table.get(name) != shard:
                 want = table.get(name, "no such tensor")
