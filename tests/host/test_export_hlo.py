@@ -18,6 +18,7 @@ from tlaloc_serve.export.entries import Point, boundary, make_entry
 from tlaloc_serve.export.hlo import Body, f32_text
 from tlaloc_serve.export.layout import lay_out
 from tlaloc_serve.export.llama import llama_body
+from tlaloc_serve.export.target import TARGETS
 
 # Ops of the StableHLO specification that the bodies may use.
 OPS = {
@@ -44,13 +45,13 @@ def model_of(config: ModelConfig, dtype: str) -> Model:
                  config.num_layers, 33, 16, dtype, "f32", (33, 16, config.num_kv_heads, config.head_dim))  # fmt: skip
 
 
-def body(document: dict[str, object], kind: str, dtype: str = "f32") -> str:
+def body(document: dict[str, object], kind: str, dtype: str = "f32", target: str = "generic", batch: int = 2) -> str:
     """The body of one entry of a model with this config; its signature is checked against the entry's."""
     config = read_config(document, "config.json")
     weights = [(plan.name, plan.type) for plan in lay_out(config, config.num_layers, bool(config.tied), dtype)]
-    model, point = model_of(config, dtype), Point(kind, 2, 512, 1 if kind == "decode" else 512)
+    model, point = model_of(config, dtype), Point(kind, batch, 512, 1 if kind == "decode" else 512)
     slots = boundary(model, point, weights)
-    text = llama_body(config, config.num_layers, 16, slots, point)
+    text = llama_body(config, config.num_layers, 16, TARGETS[target], slots, point)
     check_signature(parse_signature(text, "body"), make_entry(model, "hash", point, slots, "0" * 64), "body")
     return text
 
@@ -136,6 +137,20 @@ class Bodies(unittest.TestCase):
             narrow = re.findall(r"dot_general .*\(tensor<[\dx]*bf16>, tensor<[\dx]*bf16>\) -> tensor<[\dx]*f32>", text)
             self.assertEqual(len(narrow), products)
             self.assertNotRegex(text, r"dot_general .*-> tensor<[\dx]*bf16>")
+
+    def test_the_forms_of_each_target(self) -> None:
+        one_layer = {**SMOLLM2, "num_hidden_layers": 1}
+        slabs = r"dot_general .* batching_dims = \[0\] x \[0\], .* : \(tensor<2x\d+x\d+xf32>, tensor<2x"
+        for batch in (1, 8):
+            generic, cpu, gpu = (body(one_layer, "decode", "f32", name, batch) for name in ("generic", "cpu", "gpu"))
+            self.assertEqual(generic, cpu)
+            self.assertEqual(len(re.findall(slabs, generic)), 5)  # qkv, o, gate and up, down, head
+            self.assertEqual(len(re.findall(slabs, gpu)), 0)
+            self.assertIn("optimization_barrier", generic)
+            self.assertNotIn("optimization_barrier", gpu)
+            self.assertIn(f"tensor<{batch}x3x1x3x512xf32>", gpu)  # scores by KV head
+        for name, rows in (("generic", "2x576xbf16"), ("gpu", "1x576xbf16")):
+            self.assertIn(f"(tensor<{rows}>, tensor<960x576xbf16>)", body(one_layer, "decode", "bf16", name, 1))
 
     def test_the_same_bytes_in_another_process(self) -> None:
         digests = set()

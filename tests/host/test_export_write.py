@@ -179,6 +179,11 @@ class Artifact(Case):
         self.assertNotIn("qkvProj1", [weight.name for weight in manifest.weights])
         self.assertEqual(manifest.entries[0].outputs[-1].name, "valueCache0Out")
 
+    def test_the_target_is_recorded(self) -> None:
+        for more, target in (({}, "generic"), ({"target": "gpu"}, "gpu")):
+            exporter = self.export(**more).exporter
+            self.assertEqual(exporter and exporter.target, target)
+
     def test_prefill_chunk(self) -> None:
         manifest = self.export(prefill_chunk=20)
         self.assertEqual([entry.id for entry in manifest.entries[4:6]], ["prefill_b1_c16", "prefill_b1_c32_t20"])
@@ -204,6 +209,7 @@ class Refused(Case):
             (("--layers",), {"layers": 0}),
             (("--weights", "f64"), {"weights": "f64"}),
             (("--prefill-chunk",), {"prefill_chunk": 0}),
+            (("--target", "tpu", "gpu"), {"target": "tpu"}),
         ):
             with self.subTest(words):
                 self.refused(*words, **options)

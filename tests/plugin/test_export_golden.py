@@ -1,22 +1,24 @@
 """Exported checkpoints against transformers: every golden case, every way to run a prompt, and the logits.
 
-The golden files were written by transformers in f32. `forced` feeds a case's prompt and its golden ids as one prompt,
-so that the logits of every step can be looked at whatever an earlier step picked.
+The golden files were written by transformers in f32. Compiling is nearly all the time that this takes, and XLA compiles
+on one core, so the engines run in a thread a core: each thread opens, uses and closes its own, and the tests look at
+what they found.
 """
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import json
+import os
 import pathlib
 import shutil
 import tempfile
 import unittest
 from array import array
+from collections.abc import Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
-from unittest import mock
 
 from tests.support import cpu_plugins, engine_on, ids, load_json, shared
 from tlaloc_serve.artifact.manifest import Kind, Manifest
@@ -24,31 +26,87 @@ from tlaloc_serve.engine.generate import Engine
 from tlaloc_serve.engine.scheduler import Scheduler
 from tlaloc_serve.export.checkpoint import open_checkpoint
 from tlaloc_serve.export.entries import Point
+from tlaloc_serve.export.workers import core_count
 from tlaloc_serve.export.write import ExportOptions, export_checkpoint, export_reference, plan_export
+from tlaloc_serve.pjrt.platforms import open_client
 
 BATCH, CONTEXT, CHUNK = 4, 128, 7
 NAMES = ("llama3_rope", "llama_bias", "llama_explicit_head_dim", "llama_gqa_untied", "llama_linear_rope",
          "llama_mha_tied", "llama_sharded", "mistral_sliding", "qwen2", "qwen3")  # fmt: skip
+# Together they have every op and every way through the graph; the other plugins and the other target run these.
+VARIED = ("llama_bias", "llama_mha_tied", "mistral_sliding", "qwen3")
 # With bf16 every product rounds both its factors to 8 bits, and each logit is a sum of such sums: it comes out wrong
 # by some units of 2^-8 of the largest one. A step's id has to agree where f32 puts it further ahead than 4 units.
 BF16_MARGIN = 4 * 2.0**-8
+ALONE, TOGETHER = False, True
 
-# Together they have every op and every way through the graph; the other plugins run these.
-VARIED = ("llama_bias", "llama_mha_tied", "mistral_sliding", "qwen3")
+Way = tuple[int | None, bool]  # tokens of a prefill call, or decode steps only; each prompt alone, or all as one batch
+EVERY_WAY: tuple[Way, ...] = tuple((tokens, how) for tokens in (None, CONTEXT, CHUNK) for how in (ALONE, TOGETHER))
+Logits = list[list["array[float]"]]  # of each case, after each token
 
 _folder = tempfile.TemporaryDirectory()
-_stack = contextlib.ExitStack()
+_pool = ThreadPoolExecutor(core_count())
 
 
 def setUpModule() -> None:
     unittest.addModuleCleanup(_folder.cleanup)
-    unittest.addModuleCleanup(_stack.close)
+    unittest.addModuleCleanup(_pool.shutdown, cancel_futures=True)
+    for plugin in cpu_plugins():
+        with open_client(plugin, "cpu", os.environ):  # loaded before there is more than one thread
+            pass
+
+
+@dataclasses.dataclass(frozen=True)
+class Task:
+    """One engine's work: the golden prompts in some ways, and prompts with their golden ids fed for the logits."""
+
+    name: str
+    weights: str = "f32"
+    target: str = "generic"
+    plugin: int = 0
+    ways: tuple[Way, ...] = ()
+    forced: tuple[bool, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class Found:
+    """What a task found: generated ids by way, logits of every step by whether the prompts were one batch."""
+
+    ids: dict[Way, list[list[int]]]
+    logits: dict[bool, Logits]
+
+
+def exact(name: str) -> Task:
+    """The task whose results most tests look at."""
+    return Task(name, ways=EVERY_WAY, forced=(TOGETHER,))
 
 
 @functools.cache
-def engine_of(name: str, weights: str = "f32") -> Engine:
-    """An engine on the first plugin, kept for the other tests so that entries compile once."""
-    return _stack.enter_context(engine_on(cpu_plugins()[0], exported(name, weights)))
+def begun(task: Task) -> Future[Found]:
+    return _pool.submit(run, task, exported(task.name, task.weights, task.target))
+
+
+def results(tasks: Iterable[Task]) -> list[tuple[Task, Found]]:
+    futures = [(task, begun(task)) for task in tasks]
+    return [(task, future.result()) for task, future in futures]
+
+
+def run(task: Task, artifact: pathlib.Path) -> Found:
+    golden = cases(task.name)
+    prompts = [case["prompt"] for case in golden]
+    forced = [case["prompt"] + case["generated"] for case in golden]
+    found = Found({}, {})
+    with engine_on(cpu_plugins()[task.plugin], artifact) as engine:
+        for way in task.ways:
+            tokens, together = way
+            only(engine, tokens)
+            found.ids[way] = ids(engine, prompts, 24) if together else [ids(engine, [it], 24)[0] for it in prompts]
+        only(engine, None)
+        for together in task.forced:
+            found.logits[together] = (
+                logits_of(engine, forced) if together else [logits_of(engine, [it])[0] for it in forced]
+            )
+    return found
 
 
 def cases(name: str) -> list[dict[str, Any]]:
@@ -56,7 +114,7 @@ def cases(name: str) -> list[dict[str, Any]]:
 
 
 @functools.cache
-def exported(name: str, weights: str = "f32", config: str = "config.json", again: bool = False) -> pathlib.Path:
+def exported(name: str, weights: str = "f32", target: str = "generic", config: str = "config.json") -> pathlib.Path:
     """The artifact of a checkpoint: batch 1 and 4, prefill of a whole context and of a chunk."""
     source = shared("checkpoints", name)
     if config != "config.json":
@@ -65,10 +123,9 @@ def exported(name: str, weights: str = "f32", config: str = "config.json", again
         (copy / "config.json").unlink()
         shutil.copyfile(source / config, copy / "config.json")
         source = copy
-    out = pathlib.Path(_folder.name, f"{name}-{weights}-{config}-{again}.artifact")
-    plan = plan_export(
-        open_checkpoint(str(source)), ExportOptions(batch=(1, BATCH), context=(CONTEXT,), weights=weights)
-    )
+    out = pathlib.Path(_folder.name, f"{name}-{weights}-{target}-{config}.artifact")
+    options = ExportOptions(batch=(1, BATCH), context=(CONTEXT,), weights=weights, target=target)
+    plan = plan_export(open_checkpoint(str(source)), options)
     chunks = tuple(Point(Kind.PREFILL, batch, CONTEXT, CHUNK) for batch in (1, BATCH))
     export_checkpoint(dataclasses.replace(plan, points=plan.points + chunks), str(out))
     return out
@@ -83,12 +140,11 @@ def only(engine: Engine, prefill_tokens: int | None) -> None:
     engine._scheduler = Scheduler(dataclasses.replace(manifest, entries=entries))
 
 
-def forced(engine: Engine, prompts: list[list[int]]) -> list[list[array[float]]]:
-    """The logits after each token of each prompt, by decode steps over all prompts as one batch."""
-    only(engine, None)
+def logits_of(engine: Engine, prompts: list[list[int]]) -> Logits:
+    """The logits after each token of each prompt, all prompts as one batch, whatever each step would have picked."""
     scheduler, runner = engine._scheduler, engine._runner
     scheduler.submit(scheduler.check(prompts, 1))
-    found: list[list[array[float]]] = [[] for _ in prompts]
+    found: Logits = [[] for _ in prompts]
     while (batch := scheduler.next_batch()) is not None:
         result = runner.step(batch, pick_all=True, keep_logits=True)
         for row, logits in zip(batch.rows, result.logits or (), strict=True):
@@ -98,27 +154,43 @@ def forced(engine: Engine, prompts: list[list[int]]) -> list[list[array[float]]]
 
 
 class Golden(unittest.TestCase):
-    def check(self, engine: Engine, name: str, prefill_tokens: int | None, together: bool) -> None:
-        golden = cases(name)
-        prompts, want = [case["prompt"] for case in golden], [case["generated"] for case in golden]
-        only(engine, prefill_tokens)
-        with self.subTest(checkpoint=name, prefill=prefill_tokens, together=together):
-            if together:
-                self.assertEqual(ids(engine, prompts, 24), want)
-            else:
-                self.assertEqual([ids(engine, [prompt], 24)[0] for prompt in prompts], want)
+    def check(self, tasks: Iterable[Task]) -> None:
+        """Every way of every task gives the golden ids."""
+        for task, found in results(tasks):
+            want = [case["generated"] for case in cases(task.name)]
+            for way in task.ways:
+                with self.subTest(task=task, way=way):
+                    self.assertEqual(found.ids[way], want)
+
+    def check_bf16(self, task: Task) -> None:
+        """A bf16 task gives the golden ids wherever f32's margin decides them."""
+        golden = cases(task.name)
+        (_, f32), (_, bf16) = results((exact(task.name), task))
+        decided = steps = 0
+        for number, case in enumerate(golden):
+            for step, want in enumerate(case["generated"], len(case["prompt"]) - 1):
+                logits = f32.logits[TOGETHER][number][step]
+                second, first = sorted(logits)[-2:]
+                self.assertEqual(logits.index(first), want)
+                steps += 1
+                if first - second > BF16_MARGIN * max(map(abs, logits)):
+                    decided += 1
+                    for together in task.forced:
+                        rounded = bf16.logits[together][number][step]
+                        self.assertEqual(rounded.index(max(rounded)), want, f"{task}, case {number}, step {step}")
+        self.assertGreater(decided, 0.7 * steps, f"{task}: the rule decides too little to mean anything")
 
     def test_every_case_every_way(self) -> None:
-        for name in NAMES:
-            for prefill_tokens in (None, CONTEXT, CHUNK):
-                for together in (False, True):
-                    self.check(engine_of(name), name, prefill_tokens, together)
+        self.check(exact(name) for name in NAMES)
 
     def test_varied_checkpoints_on_the_other_plugins(self) -> None:
-        for plugin in cpu_plugins()[1:]:
-            for name in VARIED:
-                with engine_on(plugin, exported(name)) as engine:
-                    self.check(engine, name, CHUNK, True)
+        others = range(1, len(cpu_plugins()))
+        self.check(Task(name, plugin=plugin, ways=((CHUNK, TOGETHER),)) for plugin in others for name in VARIED)
+
+    def test_bodies_for_a_gpu(self) -> None:
+        """They are another text of the same model, which any plugin can run."""
+        self.check(Task(name, target="gpu", ways=((None, ALONE), (CHUNK, TOGETHER))) for name in VARIED)
+        self.check_bf16(Task("llama_bias", "bf16", "gpu", forced=(ALONE,)))
 
     def test_the_other_spelling_of_the_config(self) -> None:
         """The bodies are the same to the last byte, so that the runs above hold for both."""
@@ -133,40 +205,18 @@ class Golden(unittest.TestCase):
             self.assertEqual(weights[0], weights[1], name)
 
     def test_logits_of_the_first_step(self) -> None:
-        for name in NAMES:
-            golden = cases(name)
-            found = forced(engine_of(name), [case["prompt"] for case in golden])
-            for case, logits in zip(golden, found, strict=True):
-                want = case["last_logits_first_step"]
+        for task, found in results(map(exact, NAMES)):
+            for case, logits in zip(cases(task.name), found.logits[TOGETHER], strict=True):
+                got, want = logits[len(case["prompt"]) - 1], case["last_logits_first_step"]
                 scale = max(map(abs, want))
-                error = max(abs(a - b) for a, b in zip(logits[-1], want, strict=True)) / scale
-                self.assertLess(error, 1e-4, f"{name}, prompt of {len(case['prompt'])}")
+                error = max(abs(a - b) for a, b in zip(got, want, strict=True)) / scale
+                self.assertLess(error, 1e-4, f"{task.name}, prompt of {len(case['prompt'])}")
 
     def test_bf16_agrees_where_the_margin_allows(self) -> None:
-        for name in NAMES:
-            golden = cases(name)
-            prompts = [case["prompt"] + case["generated"] for case in golden]
-            exact, rounded = (forced(engine_of(name, weights), prompts) for weights in ("f32", "bf16"))
-            decided = steps = 0
-            for number, case in enumerate(golden):
-                for step, want in enumerate(case["generated"], len(case["prompt"]) - 1):
-                    logits = exact[number][step]
-                    second, first = sorted(logits)[-2:]
-                    self.assertEqual(logits.index(first), want)
-                    steps += 1
-                    if first - second > BF16_MARGIN * max(map(abs, logits)):
-                        decided += 1
-                        picked = rounded[number][step].index(max(rounded[number][step]))
-                        self.assertEqual(picked, want, f"{name}, case {number}, step {step}")
-            self.assertGreater(decided, 0.7 * steps, f"{name}: the rule decides too little to mean anything")
-
-    def test_attention_with_more_kv_heads_than_the_block_diagonal_form_is_for(self) -> None:
-        with mock.patch("tlaloc_serve.export.paged.MOST_BLOCK_DIAGONAL_HEADS", 1):
-            artifact = exported("llama_mha_tied", config="config.json", again=True)
-        body = next(path for path in (artifact / "bodies").iterdir() if "tensor<4x4x1x1x128xf32>" in path.read_text())
-        self.assertTrue(body.is_file(), "a decode body of batch 4 with grouped scores")
-        with engine_on(cpu_plugins()[0], artifact) as engine:
-            self.check(engine, "llama_mha_tied", None, True)
+        tasks = [Task(name, "bf16", forced=(ALONE, TOGETHER) if name in VARIED else (TOGETHER,)) for name in NAMES]
+        results(tasks)
+        for task in tasks:
+            self.check_bf16(task)
 
     def test_bf16_halves_the_artifact(self) -> None:
         sizes = [sum(path.stat().st_size for path in (exported("llama_bias", dtype) / "weights").iterdir())

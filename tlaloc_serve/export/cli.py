@@ -20,6 +20,7 @@ from tlaloc_serve.errors import ExportError
 from tlaloc_serve.export import reference
 from tlaloc_serve.export.checkpoint import open_checkpoint
 from tlaloc_serve.export.report import Facts, export_facts, export_lines, size_text
+from tlaloc_serve.export.target import TARGETS
 from tlaloc_serve.export.write import (
     DEFAULT_BATCHES,
     DEFAULT_BLOCK_SIZE,
@@ -76,23 +77,37 @@ def _parser(default_root: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     source = parser.add_mutually_exclusive_group()
     source.add_argument("--reference", action="store_true", help="export the reference decode graph")
-    source.add_argument("--checkpoint", metavar="DIR_OR_FILE",
-                        help=f"a HuggingFace folder or a .gguf file (default: {CACHED_CHECKPOINT} if it holds one, "
-                        "else the reference)")
+    source.add_argument(
+        "--checkpoint",
+        metavar="DIR_OR_FILE",
+        help=f"a HuggingFace folder or a .gguf file (default: {CACHED_CHECKPOINT} if it holds one, else the reference)",
+    )
     parser.add_argument("--out", metavar="DIR", help=f"the artifact's directory (default: {default_root}/NAME)")
     parser.add_argument("--layers", type=int, metavar="N", help="export the first N layers only")
     batches = ",".join(map(str, DEFAULT_BATCHES))
     parser.add_argument("--batch", type=_ladder, metavar="1,2,4", help=f"batch sizes to compile (default: {batches})")
-    parser.add_argument("--context", type=_ladder, metavar="64,512",
-                        help="context lengths to compile (default: 64,128,256,512, as far as the model goes)")
+    parser.add_argument(
+        "--context",
+        type=_ladder,
+        metavar="64,512",
+        help="context lengths to compile (default: 64,128,256,512, as far as the model goes)",
+    )
     parser.add_argument("--block-size", type=int, metavar="16", help=f"tokens a page (default: {DEFAULT_BLOCK_SIZE})")
-    parser.add_argument("--num-blocks", type=int, metavar="N",
-                        help="pages of a KV pool (default: what the largest batch at the largest context needs, and "
-                        "the scratch page)")
+    parser.add_argument(
+        "--num-blocks",
+        type=int,
+        metavar="N",
+        help="pages of a KV pool (default: what the largest batch at the largest context needs, and the scratch page)",
+    )
     parser.add_argument("--weights", choices=WEIGHT_DTYPES, help="dtype of the matrices (default: f32)")
-    parser.add_argument("--prefill-chunk", type=int, metavar="N",
-                        help="tokens a sequence that one prefill call takes (default: the entry's context, at most "
-                        f"{DEFAULT_PREFILL_CHUNK})")
+    parser.add_argument(
+        "--prefill-chunk",
+        type=int,
+        metavar="N",
+        help="tokens a sequence that one prefill call takes (default: the entry's context, at most "
+        f"{DEFAULT_PREFILL_CHUNK})",
+    )
+    parser.add_argument("--target", choices=TARGETS, help="what the bodies are for (default: generic)")
     parser.add_argument("--json", action="store_true", help="print the facts as JSON")
     return parser
 
@@ -106,7 +121,7 @@ def _ladder(text: str) -> tuple[int, ...]:
 
 def _options(given: argparse.Namespace) -> dict[str, object]:
     """The options that were given on the command line."""
-    names = ("layers", "batch", "context", "block_size", "num_blocks", "weights", "prefill_chunk")
+    names = ("layers", "batch", "context", "block_size", "num_blocks", "weights", "prefill_chunk", "target")
     return {name: getattr(given, name) for name in names if getattr(given, name) is not None}
 
 
@@ -123,8 +138,11 @@ def _export(given: argparse.Namespace, default_root: str) -> Facts:
         if (cached / "config.json").exists():
             path = str(cached)
         elif _options(given):
-            raise ExportError("--checkpoint", f"none is named, and {cached} holds none",
-                              todo="name one, or leave the other flags out to export the reference")
+            raise ExportError(
+                "--checkpoint",
+                f"none is named, and {cached} holds none",
+                todo="name one, or leave the other flags out to export the reference",
+            )
     if path is None:
         out = os.path.abspath(given.out or os.path.join(default_root, reference.NAME))
         manifest = export_reference(out)

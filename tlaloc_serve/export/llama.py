@@ -24,56 +24,55 @@ from tlaloc_serve.export.paged import (
     prefill_mask,
     slot_places,
 )
+from tlaloc_serve.export.target import Target
 
-# XLA:CPU reads a weight about once when it is the left side of a batched product, and slower, from two rows on far
-# slower, when it is the right side of a plain one: measured on three plugins, 2 to 32 rows take 0.45 to 0.75 of the
-# time (bf16: 0.9), one row the same. Beyond that the plain product wins (prefill: 0.6 of the grouped time at 512 rows).
-GROUPS = 2
-MOST_GROUPED_ROWS = 32
+_GROUPS = 2  # slabs of a weight in a batched product
 
 
 @dataclass(frozen=True)
 class _Step:
-    """What every layer of one entry shares.
+    """What every layer of one entry shares: what it is given, and what is made once.
 
     turns has the cosines and sines [N, heads, D / 2] f32 for each number of heads; masks has one mask a window.
     """
 
     point: Point
+    target: Target
+    given: Arguments
     heads: Heads
     places: Value
     turns: dict[int, tuple[Value, Value]]
     masks: dict[int | None, Value]
 
 
-def llama_body(config: ModelConfig, layers: int, block_size: int, slots: Boundary, point: Point) -> str:
+def llama_body(config: ModelConfig, layers: int, block_size: int, target: Target, slots: Boundary, point: Point) -> str:
     """The StableHLO text of the entry at `point` with the first `layers` layers of the model."""
     body, given = open_body(slots)
-    step = _prepare(body, config, layers, block_size, given, point)
+    step = _prepare(body, config, layers, block_size, target, given, point)
     rows = point.batch * point.tokens
     hidden = body.take_rows(given.weights["embedTokens"], body.reshape(given.token_ids, rows))
     hidden = body.convert(hidden, "f32")  # [N, hidden]
     keys, values = [], []
     for layer in range(layers):
         normed = _norm(body, hidden, given.weights[f"inputNorm{layer}"], config.rms_norm_eps)
-        mixed, key_pool, value_pool = _attention(body, config, layer, normed, given, step)
+        mixed, key_pool, value_pool = _attention(body, config, layer, normed, step)
         keys.append(key_pool)
         values.append(value_pool)
-        hidden = body.binary("add", hidden, _linear(body, mixed, given, f"oProj{layer}", f"oBias{layer}"))
+        hidden = body.binary("add", hidden, _linear(body, mixed, step, f"oProj{layer}", f"oBias{layer}"))
         normed = _norm(body, hidden, given.weights[f"postAttnNorm{layer}"], config.rms_norm_eps)
-        hidden = body.binary("add", hidden, _mlp(body, config, layer, normed, given))
+        hidden = body.binary("add", hidden, _mlp(body, config, layer, normed, step))
     by_sequence = body.reshape(hidden, point.batch, point.tokens, config.hidden_size)
     last = body.slice(by_sequence, 1, point.tokens - 1, point.tokens)
     last = body.reshape(last, point.batch, config.hidden_size)
     last = _norm(body, last, given.weights["finalNorm"], config.rms_norm_eps)
     head = "lmHead" if "lmHead" in given.weights else "embedTokens"
-    logits = body.reshape(_linear(body, last, given, head), point.batch, 1, config.vocab_size)
+    logits = body.reshape(_linear(body, last, step, head), point.batch, 1, config.vocab_size)
     pools = [pool for pair in zip(keys, values, strict=True) for pool in pair]
     return body.finish([logits, *pools])
 
 
 def _prepare(
-    body: Body, config: ModelConfig, layers: int, block_size: int, given: Arguments, point: Point
+    body: Body, config: ModelConfig, layers: int, block_size: int, target: Target, given: Arguments, point: Point
 ) -> _Step:
     heads = Heads(config.num_heads, config.num_kv_heads, config.head_dim)
     rows, half = point.batch * point.tokens, config.head_dim // 2
@@ -94,6 +93,8 @@ def _prepare(
             masks[window] = prefill_mask(body, given.positions, point.context, heads, window)
     return _Step(
         point=point,
+        target=target,
+        given=given,
         heads=heads,
         places=slot_places(body, given.slot_mapping, block_size),
         turns=turns,
@@ -101,14 +102,12 @@ def _prepare(
     )
 
 
-def _attention(
-    body: Body, config: ModelConfig, layer: int, normed: Value, given: Arguments, step: _Step
-) -> tuple[Value, Value, Value]:
+def _attention(body: Body, config: ModelConfig, layer: int, normed: Value, step: _Step) -> tuple[Value, Value, Value]:
     """normed [N, hidden] to the mixed heads [N, H * D], and the layer's two pools with the new rows in them."""
-    heads, point = step.heads, step.point
+    heads, point, given = step.heads, step.point, step.given
     rows = normed.dims[0]
     wide, narrow = heads.query * heads.dim, heads.kv * heads.dim
-    qkv = _linear(body, normed, given, f"qkvProj{layer}", f"qkvBias{layer}")
+    qkv = _linear(body, normed, step, f"qkvProj{layer}", f"qkvBias{layer}")
     query = body.reshape(body.slice(qkv, 1, 0, wide), rows, heads.query, heads.dim)
     key = body.reshape(body.slice(qkv, 1, wide, wide + narrow), rows, heads.kv, heads.dim)
     value = body.reshape(body.slice(qkv, 1, wide + narrow, wide + 2 * narrow), rows, heads.kv, heads.dim)
@@ -122,47 +121,48 @@ def _attention(
     values = gather_pages(body, value_pool, given.block_tables)
     mask = step.masks[config.windows[layer]]
     if point.kind == Kind.DECODE:
-        mixed = attend_decode(body, query, keys, values, mask, heads)
+        block_diagonal = heads.kv <= step.target.most_block_diagonal_heads
+        mixed = attend_decode(body, query, keys, values, mask, heads, block_diagonal)
     else:
         mixed = attend_prefill(body, body.reshape(query, point.batch, point.tokens, wide), keys, values, mask, heads)
     return mixed, key_pool, value_pool
 
 
-def _mlp(body: Body, config: ModelConfig, layer: int, normed: Value, given: Arguments) -> Value:
+def _mlp(body: Body, config: ModelConfig, layer: int, normed: Value, step: _Step) -> Value:
     wide = config.intermediate_size
-    both = _linear(body, normed, given, f"gateUpProj{layer}", f"gateUpBias{layer}")  # [N, 2 * wide]
+    both = _linear(body, normed, step, f"gateUpProj{layer}", f"gateUpBias{layer}")  # [N, 2 * wide]
     gate, up = body.slice(both, 1, 0, wide), body.slice(both, 1, wide, 2 * wide)
     active = body.binary("multiply", gate, body.unary("logistic", gate))
-    return _linear(body, body.binary("multiply", active, up), given, f"downProj{layer}", f"downBias{layer}")
+    return _linear(body, body.binary("multiply", active, up), step, f"downProj{layer}", f"downBias{layer}")
 
 
-def _linear(body: Body, x: Value, given: Arguments, name: str, bias: str = "") -> Value:
+def _linear(body: Body, x: Value, step: _Step, name: str, bias: str = "") -> Value:
     """x f32 [N, in] times the weight [out, in], plus the bias where the model has it: f32 [N, out]."""
-    weight = given.weights[name]
+    weights, target = step.given.weights, step.target
+    weight = weights[name]
     rows = x.dims[0]
     if weight.dtype == "bf16":
         x = body.convert(x, "bf16")
-    if weight.dtype == "bf16" and rows == 1:
-        # XLA:CPU turns a bf16 product of one row into a loop that widens the whole weight every step.
+    if weight.dtype == "bf16" and rows == 1 and target.doubles_bf16_row:
         result = body.slice(body.dot(body.concatenate([x, x], 0), weight, (1, 1)), 0, 0, 1)
-    elif rows <= MOST_GROUPED_ROWS and weight.dims[0] % GROUPS == 0:
+    elif rows <= target.most_grouped_rows and weight.dims[0] % _GROUPS == 0:
         result = _grouped(body, x, weight)
     else:
         result = body.dot(x, weight, (1, 1))
-    if bias in given.weights:
-        result = body.binary("add", result, body.broadcast(given.weights[bias], result.dims, [1]))
+    if bias in weights:
+        result = body.binary("add", result, body.broadcast(weights[bias], result.dims, [1]))
     return result
 
 
 def _grouped(body: Body, x: Value, weight: Value) -> Value:
-    """x [N, in] times weight [out, in] as a batched product of `GROUPS` slabs of the weight: f32 [N, out].
+    """x [N, in] times weight [out, in] as a batched product of `_GROUPS` slabs of the weight: f32 [N, out].
 
     Without the barrier the XLA of PJRT 0.115 draws what makes x into the product and, from 8 rows on, mixes rows up
     (seen behind attention: the first row stays right, the others do not). It costs nothing that could be measured.
     """
     rows, (out, inner) = x.dims[0], weight.dims
-    slabs = body.reshape(weight, GROUPS, out // GROUPS, inner)
-    each = body.broadcast(body.barrier(x), (GROUPS, rows, inner), [1, 2])
+    slabs = body.reshape(weight, _GROUPS, out // _GROUPS, inner)
+    each = body.broadcast(body.barrier(x), (_GROUPS, rows, inner), [1, 2])
     result = body.dot(slabs, each, (2, 2), ([0], [0]))  # [G, out / G, N]
     return body.reshape(body.transpose(result, 2, 0, 1), rows, out)
 

@@ -15,10 +15,6 @@ from dataclasses import dataclass
 from tlaloc_serve.artifact.manifest import TensorType
 from tlaloc_serve.export.hlo import NEGATIVE_INFINITY, Body, Value
 
-# Block-diagonal attention reads K and V as they lie in the pool, at the price of KV times the arithmetic. Above this
-# many KV heads the arithmetic costs more than the transposes that it saves.
-MOST_BLOCK_DIAGONAL_HEADS = 8
-
 
 @dataclass(frozen=True)
 class Heads:
@@ -86,9 +82,15 @@ def _weigh(body: Body, scores: Value, mask: Value) -> tuple[Value, Value]:
     return raised, body.reduce("add", raised, axis)
 
 
-def attend_decode(body: Body, query: Value, keys: Value, values: Value, mask: Value, heads: Heads) -> Value:
-    """query f32 [B, H, D] over keys and values [B, C, KV * D], mask i1 [B, H, C], to [B, H * D]."""
-    if heads.kv > MOST_BLOCK_DIAGONAL_HEADS:
+def attend_decode(
+    body: Body, query: Value, keys: Value, values: Value, mask: Value, heads: Heads, block_diagonal: bool
+) -> Value:
+    """query f32 [B, H, D] over keys and values [B, C, KV * D], mask i1 [B, H, C], to [B, H * D].
+
+    `block_diagonal` spreads each query over all KV heads, with zeros at those of others, so that K and V need no
+    transpose; without it the queries are grouped by KV head.
+    """
+    if not block_diagonal:
         rows = body.reshape(query, query.dims[0], 1, heads.query * heads.dim)
         grouped = (query.dims[0], heads.kv, 1, heads.group, mask.dims[2])
         return attend_prefill(body, rows, keys, values, body.reshape(mask, *grouped), heads)

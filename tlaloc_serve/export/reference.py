@@ -59,6 +59,7 @@ def reference_body(slots: Boundary, point: Point) -> str:
         gather_pages(body, values, given.block_tables),
         decode_mask(body, given.seq_lens, point.context, _HEADS.query, None),
         _HEADS,
+        block_diagonal=True,
     )
     logits = body.dot(mixed, _weight(body, _HEAD), (1, 0))
     return body.finish([body.reshape(logits, batch, 1, MODEL.vocab_size), keys, values])

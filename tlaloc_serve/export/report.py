@@ -31,6 +31,7 @@ def export_facts(manifest: Manifest, out: str, seconds: float, source: str, laye
         "blockSize": model.block_size,
         "weights": {"source": source, "dtype": model.dtype, "files": len(manifest.weights),
                     "bytes": manifest.weight_bytes()},
+        "target": manifest.exporter.target if manifest.exporter else None,
         "batch": list(ladder.batch),
         "context": list(ladder.context),
         "prefillTokens": sorted({entry.tokens_per_seq for entry in manifest.of_kind(Kind.PREFILL)}),
@@ -71,6 +72,7 @@ def export_lines(facts: Facts) -> Iterator[str]:
     yield _line("", f"{facts['heads']} heads / {facts['kvHeads']} kv-heads x headDim {facts['headDim']}")
     yield _line("KV pool", f"{facts['numBlocks']} pages x blockSize {facts['blockSize']}")
     yield _line("weights", facts["weights"]["source"])
+    yield _line("target", facts["target"])
     batch, context = (_numbers(facts[key]) for key in ("batch", "context"))
     ladder = f"batch {batch} x context {context}, blockSize {facts['blockSize']}"
     if facts["prefillTokens"]:

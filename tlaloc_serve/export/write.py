@@ -14,6 +14,7 @@ import shutil
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, as_completed
 from dataclasses import asdict, dataclass
+from functools import partial
 
 from tlaloc_serve.artifact.manifest import (
     Entry,
@@ -36,11 +37,11 @@ from tlaloc_serve.export.entries import Boundary, Point, boundary, ladder_points
 from tlaloc_serve.export.layout import Planned, plan_weights
 from tlaloc_serve.export.llama import llama_body
 from tlaloc_serve.export.staging import Job, Staged
+from tlaloc_serve.export.target import GENERIC, TARGETS, Target
 from tlaloc_serve.export.workers import Workers, core_count
 
 EXPORTER_NAME = "tlaloc-serve"
 EXPORTER_VERSION = "0.1.0"
-TARGET = "generic"
 DEFAULT_BATCHES = (1, 2, 4)
 DEFAULT_CONTEXTS = (64, 128, 256, 512)
 DEFAULT_BLOCK_SIZE = 16
@@ -58,7 +59,8 @@ class ExportOptions:
     """What a user chooses; None means the default that follows from the checkpoint.
 
     `batch` and `context` are the ladder, strictly ascending; `num_blocks` the pages of a pool, scratch page included;
-    `prefill_chunk` the most tokens a sequence that one prefill call takes; `layers` exports the first layers only.
+    `prefill_chunk` the most tokens a sequence that one prefill call takes; `layers` exports the first layers only;
+    `target` is a key of `TARGETS`.
     """
 
     batch: tuple[int, ...] = DEFAULT_BATCHES
@@ -68,6 +70,7 @@ class ExportOptions:
     layers: int | None = None
     weights: str = "f32"
     prefill_chunk: int = DEFAULT_PREFILL_CHUNK
+    target: str = GENERIC.name
 
 
 @dataclass(frozen=True)
@@ -79,6 +82,7 @@ class Plan:
     ladder: Ladder
     points: tuple[Point, ...]
     weights: tuple[Planned, ...]
+    target: Target
 
 
 def plan_export(checkpoint: Checkpoint, options: ExportOptions) -> Plan:
@@ -89,14 +93,20 @@ def plan_export(checkpoint: Checkpoint, options: ExportOptions) -> Plan:
         raise ExportError("--layers", "not usable", got=layers, want=f"1 to {config.num_layers}")
     if options.weights not in WEIGHT_DTYPES:
         raise ExportError("--weights", "not usable", got=options.weights, want=" or ".join(WEIGHT_DTYPES))
+    if options.target not in TARGETS:
+        raise ExportError("--target", "not usable", got=options.target, want=" or ".join(TARGETS))
     if options.prefill_chunk < 1:
         raise ExportError("--prefill-chunk", "not usable", got=options.prefill_chunk, want="at least 1")
     ladder = _ladder(options, config.max_positions)
     blocks = ladder.max_context // ladder.block_size
     num_blocks = 1 + ladder.max_batch * blocks if options.num_blocks is None else options.num_blocks
     if num_blocks < 1 + blocks:
-        raise ExportError("--num-blocks", f"too small for one sequence of {ladder.max_context} tokens and the scratch "
-                          "page", got=num_blocks, want=f"at least {1 + blocks}")
+        raise ExportError(
+            "--num-blocks",
+            f"too small for one sequence of {ladder.max_context} tokens and the scratch page",
+            got=num_blocks,
+            want=f"at least {1 + blocks}",
+        )
     weights = plan_weights(config, layers, checkpoint.tensors, options.weights, checkpoint.where)
     check_pieces(checkpoint, [part.tensor for weight in weights for part in weight.parts])
     model = Model(
@@ -112,7 +122,8 @@ def plan_export(checkpoint: Checkpoint, options: ExportOptions) -> Plan:
         kv_dtype="f32",
         kv_pool_dims=(num_blocks, ladder.block_size, config.num_kv_heads, config.head_dim),
     )
-    return Plan(checkpoint, model, ladder, ladder_points(ladder, options.prefill_chunk), weights)
+    points = ladder_points(ladder, options.prefill_chunk)
+    return Plan(checkpoint, model, ladder, points, weights, TARGETS[options.target])
 
 
 def _ladder(options: ExportOptions, max_positions: int) -> Ladder:
@@ -128,11 +139,16 @@ def _ladder(options: ExportOptions, max_positions: int) -> Ladder:
             raise ExportError(flag, "not a ladder", got=list(rungs), want="positive numbers, each larger than the last")
     for rung in context:
         if rung % size:
-            raise ExportError("--context", "not a whole number of pages", got=rung,
-                              want=f"a multiple of --block-size {size}")
+            raise ExportError(
+                "--context", "not a whole number of pages", got=rung, want=f"a multiple of --block-size {size}"
+            )
         if rung > max_positions:
-            raise ExportError("--context", "more positions than the model has", got=rung,
-                              want=f"at most max_position_embeddings {max_positions}")
+            raise ExportError(
+                "--context",
+                "more positions than the model has",
+                got=rung,
+                want=f"at most max_position_embeddings {max_positions}",
+            )
     return Ladder(size, options.batch, context)
 
 
@@ -149,16 +165,8 @@ def export_checkpoint(plan: Plan, out: str, progress: Progress | None = None) ->
         jobs = _jobs(writer, plan)
         running = workers.submit(jobs)
         types = [(weight.name, weight.type) for weight in plan.weights]
-        bodies = [
-            _write_body(
-                writer,
-                model,
-                point,
-                types,
-                lambda slots, point: llama_body(checkpoint.config, model.num_layers, model.block_size, slots, point),
-            )
-            for point in plan.points
-        ]
+        graph = partial(llama_body, checkpoint.config, model.num_layers, model.block_size, plan.target)
+        bodies = [_write_body(writer, model, point, types, graph) for point in plan.points]
         table = _weight_table(writer, plan, jobs, _collect(jobs, running, report))
         model_hash = _content_address(plan, table)
         manifest = Manifest(
@@ -172,7 +180,7 @@ def export_checkpoint(plan: Plan, out: str, progress: Progress | None = None) ->
             weights=table,
             entries=_write_programs(writer, model, model_hash, bodies),
             frontend=_write_frontend(writer, checkpoint),
-            exporter=Exporter(EXPORTER_NAME, EXPORTER_VERSION, TARGET),
+            exporter=Exporter(EXPORTER_NAME, EXPORTER_VERSION, plan.target.name),
         )
         writer.commit(manifest)
     return manifest
@@ -184,8 +192,13 @@ def _check_space(out: str, needed: int) -> None:
         place = place.parent
     free = shutil.disk_usage(place).free
     if needed + _SPARE_BYTES > free:
-        raise ExportError(out, "no space left for the artifact", got=f"{free} bytes free on that disk",
-                          want=f"{needed + _SPARE_BYTES}", todo="free some space or choose another --out")
+        raise ExportError(
+            out,
+            "no space left for the artifact",
+            got=f"{free} bytes free on that disk",
+            want=f"{needed + _SPARE_BYTES}",
+            todo="free some space or choose another --out",
+        )
 
 
 def _jobs(writer: ArtifactWriter, plan: Plan) -> list[Job]:
@@ -293,7 +306,7 @@ def export_reference(out: str) -> Manifest:
             weights_path=None,
             weights=(),
             entries=_write_programs(writer, reference.MODEL, reference.HASH, bodies),
-            exporter=Exporter(EXPORTER_NAME, EXPORTER_VERSION, TARGET),
+            exporter=Exporter(EXPORTER_NAME, EXPORTER_VERSION, GENERIC.name),
         )
         writer.commit(manifest)
     return manifest
