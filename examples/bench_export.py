@@ -3,13 +3,15 @@
 
     python3 examples/bench_export.py [--safetensors DIR] [--gguf FILE] [--work DIR] [--repeat 5] [--no-serve]
 
-`copy`       an f32 safetensors checkpoint against `cp` of the same file, in turns; medians. `process` counts the start
-             of the interpreter too
+`copy`       an f32 safetensors checkpoint against `cp` of the same file, in turns, medians. `process` is the whole
+             command with the start of the interpreter, `export` what the command itself counts. The ratios mean
+             something only where `cp` runs at the speed of memory (GB/s): a file that is too large for the kernel to
+             hold back is written at the disk's speed, by `cp` too
 `gguf`       seconds for a GGUF file
 `tinyllama`  a random bf16 checkpoint of TinyLlama-1.1B's shape, made here (2.2 GB), to an f32 artifact (4.4 GB), which
              is then served for a few steps unless --no-serve
-Without --safetensors a random f32 checkpoint of 1.9 GB is made. `peak_rss_mb` adds up the peaks of the
-exporter and its children; the limit that goes with it is 2.5 times the largest tensor and 150 MiB.
+Without --safetensors a random f32 checkpoint of SmolLM2-135M's shape is made (0.5 GB). `peak_rss_mb` adds up the peaks
+of the exporter and its children; the limit that goes with it is 2.5 times the largest tensor and 150 MiB.
 Everything is written below --work (default: a temporary folder here), which needs about 8 GB free.
 """
 
@@ -37,7 +39,16 @@ TINYLLAMA = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidd
              "hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 22, "num_attention_heads": 32,
              "num_key_value_heads": 4, "max_position_embeddings": 2048, "rms_norm_eps": 1e-5,
              "tie_word_embeddings": False, "rope_theta": 10000.0, "bos_token_id": 1, "eos_token_id": 2}  # fmt: skip
-EIGHT_LAYERS = {**TINYLLAMA, "num_hidden_layers": 8}
+SMOLLM2 = {
+    **TINYLLAMA,
+    "vocab_size": 49152,
+    "hidden_size": 576,
+    "intermediate_size": 1536,
+    "num_hidden_layers": 30,
+    "num_attention_heads": 9,
+    "num_key_value_heads": 3,
+    "tie_word_embeddings": True,
+}
 
 
 def shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
@@ -195,8 +206,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory(dir=given.work, prefix="bench-") as folder:
         work = pathlib.Path(folder)
         if given.safetensors is None:
-            given.safetensors = work / "eight-layers"
-            make_checkpoint(given.safetensors, EIGHT_LAYERS, "F32")
+            given.safetensors = work / "smollm2"
+            make_checkpoint(given.safetensors, SMOLLM2, "F32")
         bench_copy(given.safetensors, work, given.repeat)
         if given.gguf is not None:
             bench_gguf(given.gguf, work)
