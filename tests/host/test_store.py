@@ -64,7 +64,7 @@ class Store(unittest.TestCase):
     def test_not_an_artifact(self) -> None:
         self.refused("no such directory", path=self.outside / "nowhere")
         self.refused("not an artifact", "tlaloc-serving.json", path=self.root / "bodies")
-        self.refused("no such directory", path=self.body())
+        self.refused("not a directory", path=self.body())
 
     def test_a_body_with_one_byte_changed(self) -> None:
         body = self.body()
