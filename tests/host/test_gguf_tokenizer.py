@@ -16,7 +16,7 @@ from tests.gguf_writer import F32, Typed
 from tests.support import load_json, shared
 from tlaloc_serve.artifact.tokenizer import Tokenizer
 from tlaloc_serve.errors import ExportError
-from tlaloc_serve.export.gguf_tokenizer import gguf_frontend, tokenizer_json
+from tlaloc_serve.export.gguf_tokenizer import gguf_frontend
 
 GOLDEN = load_json(pathlib.Path(__file__).resolve().parents[1] / "golden_gguf_tokenizers.json")
 
@@ -29,8 +29,15 @@ def pieces_metadata(**more: Any) -> dict[str, Any]:
     return retyped(metadata(tiny_pieces(), None, **more), "chat", USER_DEFINED)
 
 
+def tokenizer_of(values: dict[str, Any], where: str) -> bytes:
+    """The tokenizer.json that an export writes for a file with this metadata."""
+    data = gguf_frontend(values, where).tokenizer
+    assert data is not None
+    return data
+
+
 def document(values: dict[str, Any]) -> dict[str, Any]:
-    return dict(json.loads(tokenizer_json(plain(values), "file.gguf")))
+    return dict(json.loads(tokenizer_of(plain(values), "file.gguf")))
 
 
 class LlamaCppIds(unittest.TestCase):
@@ -64,7 +71,7 @@ class LlamaCppIds(unittest.TestCase):
 
     def test_text_comes_back(self) -> None:
         for values in (bytes_metadata(), pieces_metadata(), pieces_metadata(add_space_prefix=False)):
-            tokenizer = Tokenizer.from_bytes(tokenizer_json(plain(values), "file.gguf"), "file.gguf")
+            tokenizer = Tokenizer.from_bytes(tokenizer_of(plain(values), "file.gguf"), "file.gguf")
             for text in GOLDEN["texts"]:
                 # A mark reads as a space again, and a space goes behind a token in the middle of a text.
                 if "\u2581" not in text and "chat" not in text:
@@ -74,7 +81,7 @@ class LlamaCppIds(unittest.TestCase):
 class Document(unittest.TestCase):
     def test_same_bytes_each_time(self) -> None:
         for values in (bytes_metadata(), pieces_metadata()):
-            one, other = (tokenizer_json(plain(values), "file.gguf") for _ in range(2))
+            one, other = (tokenizer_of(plain(values), "file.gguf") for _ in range(2))
             self.assertEqual(one, other)
 
     def test_added_tokens_by_type(self) -> None:
@@ -87,7 +94,7 @@ class Document(unittest.TestCase):
 
     def test_bos_and_eos_around_a_text(self) -> None:
         values = plain(bytes_metadata(add_bos_token=True, add_eos_token=True, bos_token_id=5, eos_token_id=6))
-        tokenizer = Tokenizer.from_bytes(tokenizer_json(values, "file.gguf"), "file.gguf")
+        tokenizer = Tokenizer.from_bytes(tokenizer_of(values, "file.gguf"), "file.gguf")
         self.assertEqual(tokenizer.encode("")[0], 5)
         self.assertEqual(tokenizer.encode("")[-1], 6)
         self.assertIsNone(document(bytes_metadata(add_bos_token=False))["post_processor"])

@@ -169,11 +169,6 @@ def gguf_frontend(metadata: Mapping[str, Any], where: str) -> FrontendFiles:
     )
 
 
-def tokenizer_json(metadata: Mapping[str, Any], where: str) -> bytes:
-    """The tokenizer.json of a GGUF file. Raises ExportError naming the key."""
-    return _bytes(_document(_Vocabulary(metadata, where)))
-
-
 def _bytes(document: dict[str, Any]) -> bytes:
     return json.dumps(document, ensure_ascii=False, separators=(",", ":")).encode("utf-8")
 
