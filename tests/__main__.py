@@ -7,6 +7,7 @@ The last line reads `N passed, N failed, N skipped`; the exit code is 1 when any
 from __future__ import annotations
 
 import argparse
+import signal
 import sys
 import time
 import unittest
@@ -45,6 +46,8 @@ def main() -> int:
     for tier in tiers:
         if tier not in TIERS:
             parser.error(f"no tier {tier!r}: name some of {', '.join(TIERS)}")
+    # A shell that starts the tests in the background leaves SIGINT ignored, and every child would inherit that.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     loader = unittest.TestLoader()
     suite = unittest.TestSuite(
         loader.discover(str(REPO / "tests" / tier), top_level_dir=str(REPO)) for tier in dict.fromkeys(tiers)
