@@ -8,6 +8,7 @@ import struct
 import subprocess
 import sys
 import unittest
+from unittest import mock
 
 from tests.support import REPO
 from tlaloc_serve.artifact.body import check_signature, parse_signature
@@ -130,6 +131,17 @@ class Bodies(unittest.TestCase):
     def test_a_thirty_layer_entry_is_small(self) -> None:
         for kind in ("decode", "prefill"):
             self.assertLess(len(body(SMOLLM2, kind)), 400_000)
+
+    def test_a_repeated_layer_is_what_emitting_it_gives(self) -> None:
+        windows = {"model_type": "qwen3", "use_sliding_window": True, "sliding_window": 64, "num_hidden_layers": 9,
+                   "layer_types": ["full_attention", "full_attention", "sliding_attention"] * 3}  # fmt: skip
+        for changes in ({}, {"attention_bias": True, "mlp_bias": True}, windows):
+            for kind in ("decode", "prefill"):
+                for dtype in ("f32", "bf16"):
+                    document = {**SMOLLM2, "num_hidden_layers": 9, **changes}
+                    repeated = body(document, kind, dtype)
+                    with mock.patch.object(Body, "section", lambda self, key, operands, emit: tuple(emit())):
+                        self.assertEqual(repeated, body(document, kind, dtype))
 
     def test_matrices_are_multiplied_in_their_dtype(self) -> None:
         for dtype, products in (("f32", 0), ("bf16", 5)):  # qkv, o, gate and up, down, head

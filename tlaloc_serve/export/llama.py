@@ -10,6 +10,7 @@ input rounded to bf16 and the sums in f32. N = B * T rows, H query heads, KV key
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 from tlaloc_serve.artifact.manifest import Kind, TensorType
 from tlaloc_serve.export.config import ModelConfig
@@ -53,14 +54,13 @@ def llama_body(config: ModelConfig, layers: int, block_size: int, target: Target
     hidden = body.take_rows(given.weights["embedTokens"], body.reshape(given.token_ids, rows))
     hidden = body.convert(hidden, "f32")  # [N, hidden]
     keys, values = [], []
+    own = _by_layer(given.weights)
     for layer in range(layers):
-        normed = _norm(body, hidden, given.weights[f"inputNorm{layer}"], config.rms_norm_eps)
-        mixed, key_pool, value_pool = _attention(body, config, layer, normed, step)
+        operands = [hidden, given.keys[layer], given.values[layer], *own[layer]]
+        emit = partial(_layer, body, config, layer, hidden, step)
+        hidden, key_pool, value_pool = body.section(config.windows[layer], operands, emit)
         keys.append(key_pool)
         values.append(value_pool)
-        hidden = body.binary("add", hidden, _linear(body, mixed, step, f"oProj{layer}", f"oBias{layer}"))
-        normed = _norm(body, hidden, given.weights[f"postAttnNorm{layer}"], config.rms_norm_eps)
-        hidden = body.binary("add", hidden, _mlp(body, config, layer, normed, step))
     by_sequence = body.reshape(hidden, point.batch, point.tokens, config.hidden_size)
     last = body.slice(by_sequence, 1, point.tokens - 1, point.tokens)
     last = body.reshape(last, point.batch, config.hidden_size)
@@ -69,6 +69,16 @@ def llama_body(config: ModelConfig, layers: int, block_size: int, target: Target
     logits = body.reshape(_linear(body, last, step, head), point.batch, 1, config.vocab_size)
     pools = [pool for pair in zip(keys, values, strict=True) for pool in pair]
     return body.finish([logits, *pools])
+
+
+def _by_layer(weights: dict[str, Value]) -> dict[int, list[Value]]:
+    """The weights whose names end in a layer's number, by that number."""
+    found: dict[int, list[Value]] = {}
+    for name, value in weights.items():
+        number = name[len(name.rstrip("0123456789")) :]
+        if number:
+            found.setdefault(int(number), []).append(value)
+    return found
 
 
 def _prepare(
@@ -100,6 +110,16 @@ def _prepare(
         turns=turns,
         masks=masks,
     )
+
+
+def _layer(body: Body, config: ModelConfig, layer: int, hidden: Value, step: _Step) -> tuple[Value, Value, Value]:
+    """hidden [N, hidden] after the layer, and the layer's two pools with the new rows in them."""
+    weights, epsilon = step.given.weights, config.rms_norm_eps
+    normed = _norm(body, hidden, weights[f"inputNorm{layer}"], epsilon)
+    mixed, key_pool, value_pool = _attention(body, config, layer, normed, step)
+    hidden = body.binary("add", hidden, _linear(body, mixed, step, f"oProj{layer}", f"oBias{layer}"))
+    normed = _norm(body, hidden, weights[f"postAttnNorm{layer}"], epsilon)
+    return body.binary("add", hidden, _mlp(body, config, layer, normed, step)), key_pool, value_pool
 
 
 def _attention(body: Body, config: ModelConfig, layer: int, normed: Value, step: _Step) -> tuple[Value, Value, Value]:
