@@ -25,7 +25,7 @@ from tlaloc_serve.export.target import TARGETS
 OPS = {
     "add", "and", "broadcast_in_dim", "compare", "concatenate", "constant", "convert", "cosine", "divide",
     "dot_general", "exponential", "gather", "iota", "logistic", "maximum", "multiply", "optimization_barrier", "reduce",
-    "remainder", "reshape", "return", "rsqrt", "scatter", "select", "sine", "slice", "subtract", "transpose",
+    "reduce_precision", "remainder", "reshape", "return", "rsqrt", "scatter", "select", "sine", "slice", "subtract", "transpose",
 }  # fmt: skip
 SMOLLM2 = {
     "model_type": "llama", "vocab_size": 49152, "hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30,
@@ -122,22 +122,23 @@ class Bodies(unittest.TestCase):
                     {"attention_bias": True, "mlp_bias": True}, {"num_key_value_heads": 9})  # fmt: skip
         for changes in families:
             for kind in ("decode", "prefill"):
-                for dtype in ("f32", "bf16"):
-                    text = body({**SMOLLM2, "num_hidden_layers": 1, **changes}, kind, dtype)
+                for dtype in ("f32", "bf16", "i8"):
+                    text = body({**SMOLLM2, "num_hidden_layers": 1, **changes}, kind, dtype, batch=1)
                     self.assertLessEqual(set(re.findall(r"(?:stablehlo|chlo|mhlo)\.(\w+)[ (\"]", text)), OPS)
                     self.assertNotIn("custom_call", text)
                     self.assertTrue(text.isascii())
 
     def test_a_thirty_layer_entry_is_small(self) -> None:
         for kind in ("decode", "prefill"):
-            self.assertLess(len(body(SMOLLM2, kind)), 400_000)
+            for dtype in ("f32", "bf16", "i8"):
+                self.assertLess(len(body(SMOLLM2, kind, dtype)), 600_000)
 
     def test_a_repeated_layer_is_what_emitting_it_gives(self) -> None:
         windows = {"model_type": "qwen3", "use_sliding_window": True, "sliding_window": 64, "num_hidden_layers": 9,
                    "layer_types": ["full_attention", "full_attention", "sliding_attention"] * 3}  # fmt: skip
         for changes in ({}, {"attention_bias": True, "mlp_bias": True}, windows):
             for kind in ("decode", "prefill"):
-                for dtype in ("f32", "bf16"):
+                for dtype in ("f32", "bf16", "i8"):
                     document = {**SMOLLM2, "num_hidden_layers": 9, **changes}
                     repeated = body(document, kind, dtype)
                     with mock.patch.object(Body, "section", lambda self, key, operands, emit: tuple(emit())):
@@ -161,8 +162,29 @@ class Bodies(unittest.TestCase):
             self.assertIn("optimization_barrier", generic)
             self.assertNotIn("optimization_barrier", gpu)
             self.assertIn(f"tensor<{batch}x3x1x3x512xf32>", gpu)  # scores by KV head
-        for name, rows in (("generic", "2x576xbf16"), ("gpu", "1x576xbf16")):
-            self.assertIn(f"(tensor<{rows}>, tensor<960x576xbf16>)", body(one_layer, "decode", "bf16", name, 1))
+
+    def test_how_narrow_weights_are_multiplied(self) -> None:
+        one_layer = {**SMOLLM2, "num_hidden_layers": 1}
+        wide = r"dot_general .*tensor<960x576xf32>.*tensor<1x576xf32>\) -> tensor<960x1xf32>"
+        for dtype, batch, widened in (("bf16", 1, True), ("bf16", 8, False), ("i8", 1, True), ("i8", 8, True)):
+            with self.subTest(dtype=dtype, batch=batch):
+                generic, gpu = (body(one_layer, "decode", dtype, name, batch) for name in ("generic", "gpu"))
+                self.assertEqual(f"tensor<960x576x{dtype}>) -> tensor<960x576xf32>" in generic, widened)
+                self.assertEqual(bool(re.search(wide, generic)), widened and batch == 1)
+                self.assertEqual("reduce_precision" in generic, dtype == "bf16" and batch == 1)
+                self.assertIn(f"(tensor<{batch}x576xbf16>, tensor<960x576xbf16>) -> tensor<{batch}x960xf32>", gpu)
+                for text in (generic, gpu):  # the result of each product by its scale
+                    self.assertEqual(len(re.findall(r"broadcast_in_dim %\d+, dims = \[1\] : \(tensor<960xf32>", text)),
+                                     int(dtype == "i8"))  # fmt: skip
+
+    def test_no_piece_of_a_weight_is_large_and_no_row_is_left_out(self) -> None:
+        for batch in (1, 8):
+            text = body({**SMOLLM2, "num_hidden_layers": 1}, "decode", "i8", batch=batch)
+            pieces = re.findall(r"slice %\S+ \[(\d+):(\d+), 0:576\] : \(tensor<49152x576xi8>\)", text)
+            bounds = [(int(start), int(stop)) for start, stop in pieces]
+            self.assertEqual([start for start, _ in bounds[1:]], [stop for _, stop in bounds[:-1]])
+            self.assertEqual((bounds[0][0], bounds[-1][1]), (0, 49152))
+            self.assertLessEqual(max(stop - start for start, stop in bounds) * 576, 1.7e6)
 
     def test_the_same_bytes_in_another_process(self) -> None:
         digests = set()

@@ -220,6 +220,10 @@ class Body:
 
     # Shape ops.
 
+    def round_to_bf16(self, x: Value) -> Value:
+        """x f32 with each number rounded to the nearest bf16; it stays f32, and no compiler may leave it out."""
+        return self._emit(x.type, f"stablehlo.reduce_precision {x.name}, format = e8m7 : {mlir_type(x.type)}")
+
     def iota(self, axis: int, tensor: TensorType) -> Value:
         return self._emit(tensor, f"stablehlo.iota dim = {axis} : {mlir_type(tensor)}")
 
@@ -267,6 +271,13 @@ class Body:
     def barrier(self, x: Value) -> Value:
         """x itself, which the compiler may not fuse into what uses it."""
         return self._emit(x.type, f"stablehlo.optimization_barrier {x.name} : {mlir_type(x.type)}")
+
+    def barrier_of_two(self, a: Value, b: Value) -> tuple[Value, Value]:
+        """a and b themselves; what uses one of the results may not run before both are there."""
+        pair = self._next(a.type).name
+        types = f"{mlir_type(a.type)}, {mlir_type(b.type)}"
+        self._lines.append(f"    {pair}:2 = stablehlo.optimization_barrier {a.name}, {b.name} : {types}")
+        return Value(f"{pair}#0", a.type), Value(f"{pair}#1", b.type)
 
     # Contractions, reductions, gather and scatter.
 

@@ -42,17 +42,21 @@ class Part:
 
 @dataclass(frozen=True)
 class Planned:
-    """One weight to write: its type, and the tensors whose rows it holds, in this order."""
+    """One weight to write: its type, and the tensors whose rows it holds, in this order.
+
+    With `scales` it holds the scales of the rows of the i8 weight before it.
+    """
 
     name: str
     type: TensorType
     parts: tuple[Part, ...]
+    scales: bool = False
 
 
 def plan_weights(
     config: ModelConfig, layers: int, tensors: Mapping[str, Described], dtype: str, where: str
 ) -> tuple[Planned, ...]:
-    """The weight table for the first `layers` layers: matrices in `dtype`, norms and biases in f32.
+    """The weight table for the first `layers` layers: matrices in `dtype`, norms, biases and scales in f32.
 
     `where` is the checkpoint, for messages. Raises ExportError for a tensor that is missing, of another shape than the
     config says, or not understood.
@@ -65,12 +69,12 @@ def plan_weights(
 def lay_out(config: ModelConfig, layers: int, tied: bool, dtype: str) -> tuple[Planned, ...]:
     """The weight table that such a model has, whatever a checkpoint holds."""
     vocab = (config.vocab_size, config.hidden_size)
-    planned = [_weight("embedTokens", [Part(EMBED, vocab)], dtype)]
+    planned = _matrix("embedTokens", [Part(EMBED, vocab)], dtype)
     for layer in range(layers):
         planned += _layer(config, layer, dtype)
     planned.append(_weight("finalNorm", [Part(FINAL_NORM, (config.hidden_size,))], "f32"))
     if not tied:
-        planned.append(_weight("lmHead", [Part(HEAD, vocab)], dtype))
+        planned += _matrix("lmHead", [Part(HEAD, vocab)], dtype)
     return tuple(planned)
 
 
@@ -82,9 +86,23 @@ def is_tied(config: ModelConfig, tensors: Iterable[str], where: str) -> bool:
     return bool(config.tied) or not present
 
 
+def scale_name(weight: str) -> str:
+    """The name of the f32 weight that holds the scale of each row of the i8 weight `weight`; a layer stays last."""
+    stem = weight.rstrip("0123456789")
+    return f"{stem}Scale{weight[len(stem) :]}"
+
+
 def _weight(name: str, parts: list[Part], dtype: str) -> Planned:
     dims = (sum(part.dims[0] for part in parts), *parts[0].dims[1:])
     return Planned(name, TensorType(dtype, dims), tuple(parts))
+
+
+def _matrix(name: str, parts: list[Part], dtype: str) -> list[Planned]:
+    matrix = _weight(name, parts, dtype)
+    if dtype != "i8":
+        return [matrix]
+    scales = TensorType("f32", matrix.type.dims[:1])
+    return [matrix, Planned(scale_name(name), scales, matrix.parts, scales=True)]
 
 
 def _layer(config: ModelConfig, layer: int, dtype: str) -> list[Planned]:
@@ -94,26 +112,27 @@ def _layer(config: ModelConfig, layer: int, dtype: str) -> list[Planned]:
     qkv = [("q_proj", query), ("k_proj", kv), ("v_proj", kv)]
     gate_up = [("gate_proj", wide), ("up_proj", wide)]
 
-    def matrix(name: str, block: str, parts: list[tuple[str, int]], inner: int) -> Planned:
+    def matrix(name: str, block: str, parts: list[tuple[str, int]], inner: int) -> list[Planned]:
         rows = [Part(f"{prefix}.{block}.{part}.weight", (size, inner)) for part, size in parts]
-        return _weight(f"{name}{layer}", rows, dtype)
+        return _matrix(f"{name}{layer}", rows, dtype)
 
     def vector(name: str, parts: list[tuple[str, int]]) -> Planned:
         return _weight(f"{name}{layer}", [Part(f"{prefix}.{part}", (size,)) for part, size in parts], "f32")
 
-    planned = [vector("inputNorm", [("input_layernorm.weight", hidden)]), matrix("qkvProj", "self_attn", qkv, hidden)]
+    planned = [vector("inputNorm", [("input_layernorm.weight", hidden)])]
+    planned += matrix("qkvProj", "self_attn", qkv, hidden)
     if config.qkv_bias:
         planned.append(vector("qkvBias", [(f"self_attn.{part}.bias", size) for part, size in qkv]))
     if config.qk_norm:
         planned += [vector(f"{x}Norm", [(f"self_attn.{x}_norm.weight", dim)]) for x in ("q", "k")]
-    planned.append(matrix("oProj", "self_attn", [("o_proj", hidden)], query))
+    planned += matrix("oProj", "self_attn", [("o_proj", hidden)], query)
     if config.output_bias:
         planned.append(vector("oBias", [("self_attn.o_proj.bias", hidden)]))
     planned.append(vector("postAttnNorm", [("post_attention_layernorm.weight", hidden)]))
-    planned.append(matrix("gateUpProj", "mlp", gate_up, hidden))
+    planned += matrix("gateUpProj", "mlp", gate_up, hidden)
     if config.mlp_bias:
         planned.append(vector("gateUpBias", [(f"mlp.{part}.bias", size) for part, size in gate_up]))
-    planned.append(matrix("downProj", "mlp", [("down_proj", hidden)], wide))
+    planned += matrix("downProj", "mlp", [("down_proj", hidden)], wide)
     if config.mlp_bias:
         planned.append(vector("downBias", [("mlp.down_proj.bias", hidden)]))
     return planned

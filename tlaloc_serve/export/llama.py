@@ -4,11 +4,13 @@
     logits = head(norm(h)), of each sequence's last token only
 
 Norms, softmax, rotary embedding, residuals and the KV pools are f32. A matrix of bf16 is multiplied in bf16, with its
-input rounded to bf16 and the sums in f32. N = B * T rows, H query heads, KV key heads, D numbers a head.
+input rounded to bf16 and the sums in f32; one of i8 is multiplied in f32, and each sum by the scale of its row.
+N = B * T rows, H query heads, KV key heads, D numbers a head.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import partial
 
@@ -16,6 +18,7 @@ from tlaloc_serve.artifact.manifest import Kind, TensorType
 from tlaloc_serve.export.config import ModelConfig
 from tlaloc_serve.export.entries import Arguments, Boundary, Point, open_body
 from tlaloc_serve.export.hlo import Body, Value
+from tlaloc_serve.export.layout import scale_name
 from tlaloc_serve.export.paged import (
     Heads,
     attend_decode,
@@ -28,6 +31,10 @@ from tlaloc_serve.export.paged import (
 from tlaloc_serve.export.target import Target
 
 _GROUPS = 2  # slabs of a weight in a batched product
+# Numbers of a weight that are widened at once: 4 MiB of f32. Pieces of 0.6 to 1.7 million take the same time; smaller
+# ones are not spread over the cores, larger ones leave the cache (the whole head at once: five times as long).
+_PIECE = 1 << 20
+_MOST_PIECES = 32  # a bound on the size of the body
 
 
 @dataclass(frozen=True)
@@ -51,8 +58,7 @@ def llama_body(config: ModelConfig, layers: int, block_size: int, target: Target
     body, given = open_body(slots)
     step = _prepare(body, config, layers, block_size, target, given, point)
     rows = point.batch * point.tokens
-    hidden = body.take_rows(given.weights["embedTokens"], body.reshape(given.token_ids, rows))
-    hidden = body.convert(hidden, "f32")  # [N, hidden]
+    hidden = _embed(body, given, body.reshape(given.token_ids, rows))
     keys, values = [], []
     own = _by_layer(given.weights)
     for layer in range(layers):
@@ -112,6 +118,15 @@ def _prepare(
     )
 
 
+def _embed(body: Body, given: Arguments, ids: Value) -> Value:
+    """The rows of the embedding for ids i32 [N]: f32 [N, hidden]."""
+    hidden = body.convert(body.take_rows(given.weights["embedTokens"], ids), "f32")
+    scale = given.weights.get(scale_name("embedTokens"))
+    if scale is not None:
+        hidden = body.binary("multiply", hidden, body.broadcast(body.take_rows(scale, ids), hidden.dims, [0]))
+    return hidden
+
+
 def _layer(body: Body, config: ModelConfig, layer: int, hidden: Value, step: _Step) -> tuple[Value, Value, Value]:
     """hidden [N, hidden] after the layer, and the layer's two pools with the new rows in them."""
     weights, epsilon = step.given.weights, config.rms_norm_eps
@@ -159,19 +174,52 @@ def _mlp(body: Body, config: ModelConfig, layer: int, normed: Value, step: _Step
 def _linear(body: Body, x: Value, step: _Step, name: str, bias: str = "") -> Value:
     """x f32 [N, in] times the weight [out, in], plus the bias where the model has it: f32 [N, out]."""
     weights, target = step.given.weights, step.target
-    weight = weights[name]
-    rows = x.dims[0]
-    if weight.dtype == "bf16":
-        x = body.convert(x, "bf16")
-    if weight.dtype == "bf16" and rows == 1 and target.doubles_bf16_row:
-        result = body.slice(body.dot(body.concatenate([x, x], 0), weight, (1, 1)), 0, 0, 1)
-    elif rows <= target.most_grouped_rows and weight.dims[0] % _GROUPS == 0:
-        result = _grouped(body, x, weight)
+    weight, rows = weights[name], x.dims[0]
+    if weight.dtype == "f32":
+        result = _product(body, x, weight, target)
+    elif target.widens_weights and (weight.dtype == "i8" or rows == 1):
+        result = _widened(body, x, weight, target)
     else:
-        result = body.dot(x, weight, (1, 1))
+        result = _product(body, body.convert(x, "bf16"), body.convert(weight, "bf16"), target)
+    if scale_name(name) in weights:
+        result = body.binary("multiply", result, body.broadcast(weights[scale_name(name)], result.dims, [1]))
     if bias in weights:
         result = body.binary("add", result, body.broadcast(weights[bias], result.dims, [1]))
     return result
+
+
+def _widened(body: Body, x: Value, weight: Value, target: Target) -> Value:
+    """x f32 [N, in] times a bf16 or i8 weight [out, in] that is widened to f32 piece by piece: f32 [N, out].
+
+    The barriers keep XLA:CPU from widening all weights before the first product. So the wide copy of a piece is used
+    while it is in the cache, and with one row, where PJRT 0.81 and 0.106 widen inside the product, there is no copy.
+    """
+    if weight.dtype == "bf16":
+        x = body.round_to_bf16(x)
+    out = weight.dims[0]
+    step = -(-out // _piece_count(weight.type))
+    step += step % _GROUPS
+    results = []
+    for start in range(0, out, step):
+        weight, x = body.barrier_of_two(weight, x)
+        piece = body.convert(body.slice(weight, 0, start, min(start + step, out)), "f32")
+        if x.dims[0] == 1:
+            results.append(body.transpose(body.dot(piece, x, (1, 1)), 1, 0))
+        else:
+            results.append(_product(body, x, piece, target))
+    return body.concatenate(results, 1) if len(results) > 1 else results[0]
+
+
+def _piece_count(weight: TensorType) -> int:
+    """Into how many pieces a weight is cut to be widened."""
+    return min(-(-math.prod(weight.dims) // _PIECE), _MOST_PIECES)
+
+
+def _product(body: Body, x: Value, weight: Value, target: Target) -> Value:
+    """x [N, in] times weight [out, in] of the same dtype: f32 [N, out]."""
+    if x.dims[0] <= target.most_grouped_rows and weight.dims[0] % _GROUPS == 0:
+        return _grouped(body, x, weight)
+    return body.dot(x, weight, (1, 1))
 
 
 def _grouped(body: Body, x: Value, weight: Value) -> Value:

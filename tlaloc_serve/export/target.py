@@ -17,18 +17,21 @@ class Target:
     most_grouped_rows: XLA:CPU reads a weight about once when it is the left side of a batched product, and slower, from
     two rows on far slower, when it is the right side of a plain one: 2 to 32 rows take 0.45 to 0.75 of the time (bf16:
     0.9), one row the same. Beyond that the plain product wins (prefill: 0.6 of the grouped time at 512 rows).
-    doubles_bf16_row: XLA:CPU turns a bf16 product of one row into a loop that widens the whole weight every step.
+    widens_weights: XLA:CPU turns a bf16 product of one row into a loop that widens the whole weight every step; an f32
+    product with a widened piece of the weight takes 0.5 to 0.9 of the f32 weight's time. An i8 weight is widened for
+    any number of rows (one row: 0.25 to 0.65 of the f32 weight's time, several: about the same). Where this does not
+    hold, bf16 is multiplied by bf16, and an i8 weight, which bf16 holds exactly, too.
     most_block_diagonal_heads: block-diagonal attention reads K and V as they lie in the pool, at the price of KV times
     the arithmetic. Above so many KV heads the arithmetic costs more than the transposes that it saves.
     """
 
     name: str
     most_grouped_rows: int
-    doubles_bf16_row: bool
+    widens_weights: bool
     most_block_diagonal_heads: int
 
 
-GENERIC = Target("generic", most_grouped_rows=32, doubles_bf16_row=True, most_block_diagonal_heads=8)
-CPU = Target("cpu", most_grouped_rows=32, doubles_bf16_row=True, most_block_diagonal_heads=8)
-GPU = Target("gpu", most_grouped_rows=0, doubles_bf16_row=False, most_block_diagonal_heads=0)
+GENERIC = Target("generic", most_grouped_rows=32, widens_weights=True, most_block_diagonal_heads=8)
+CPU = Target("cpu", most_grouped_rows=32, widens_weights=True, most_block_diagonal_heads=8)
+GPU = Target("gpu", most_grouped_rows=0, widens_weights=False, most_block_diagonal_heads=0)
 TARGETS = {target.name: target for target in (CPU, GPU, GENERIC)}
