@@ -25,7 +25,8 @@ from tlaloc_serve.export.target import TARGETS
 OPS = {
     "add", "and", "broadcast_in_dim", "compare", "concatenate", "constant", "convert", "cosine", "divide",
     "dot_general", "exponential", "gather", "iota", "logistic", "maximum", "multiply", "optimization_barrier", "reduce",
-    "reduce_precision", "remainder", "reshape", "return", "rsqrt", "scatter", "select", "sine", "slice", "subtract", "transpose",
+    "reduce_precision", "remainder", "reshape", "return", "rsqrt", "scatter", "select", "sine", "slice", "subtract",
+    "transpose",
 }  # fmt: skip
 SMOLLM2 = {
     "model_type": "llama", "vocab_size": 49152, "hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30,
