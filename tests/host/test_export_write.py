@@ -98,8 +98,8 @@ class Artifact(Case):
             parts = [by_name[source.tensor] for source in weight.sources]
             used += [source.tensor for source in weight.sources]
             self.assertEqual((self.out / weight.path).read_bytes(), b"".join(part[2] for part in parts))
+            self.assertEqual(weight.source_sha256, hashlib.sha256(b"".join(part[2] for part in parts)).hexdigest())
             for source, part in zip(weight.sources, parts, strict=True):
-                self.assertEqual(source.sha256, hashlib.sha256(part[2]).hexdigest())
                 stored = (self.checkpoint / source.file).read_bytes()[source.offset :][: source.byte_length]
                 self.assertEqual(stored, part[2])
         self.assertEqual(sorted(used), sorted(by_name))
@@ -115,8 +115,8 @@ class Artifact(Case):
         for weight in manifest.weights:
             want = b"".join(exact[source.tensor][2] for source in weight.sources)
             self.assertEqual((self.out / weight.path).read_bytes(), want, weight.name)
-            for source in weight.sources:
-                self.assertEqual(source.sha256, hashlib.sha256(mixed[source.tensor][2]).hexdigest())
+            stored = b"".join(mixed[source.tensor][2] for source in weight.sources)
+            self.assertEqual(weight.source_sha256, hashlib.sha256(stored).hexdigest())
 
     def test_bf16_weights(self) -> None:
         for dtypes in (("F32",), ("BF16",), ("F16", "BF16", "F32")):
@@ -342,6 +342,21 @@ class Crash(Case):
             self.export()
         open_artifact(self.out, verify_weights=True)
 
+    def test_more_jobs_than_a_pipe_holds(self) -> None:
+        with forking(), mock.patch.object(workers, "_MOST_NUMBERS", 3):
+            self.export()
+        open_artifact(self.out, verify_weights=True)
+
+    def test_a_disk_without_room_to_set_aside(self) -> None:
+        for code, words in ((errno.ENOSPC, "choose another --out"), (errno.EOPNOTSUPP, None)):
+            refusal = OSError(code, os.strerror(code))
+            with mock.patch.object(staging.os, "posix_fallocate", side_effect=refusal):
+                if words is None:
+                    self.export()
+                    open_artifact(self.out, verify_weights=True)
+                    continue
+                self.refused(words)
+
     def test_an_error_in_a_child_is_raised_here(self) -> None:
         plan = plan_export(open_checkpoint(str(self.checkpoint)), ExportOptions(**SMALL))
         os.truncate(self.checkpoint / "model.safetensors", 4000)
@@ -439,11 +454,28 @@ class Destination(Case):
         self.out.write_text("a file")
         refused("no directory")
 
-    def test_a_place_that_cannot_be_written(self) -> None:
+    def test_below_a_file(self) -> None:
         (self.root / "out").write_text("a file where the parent should be")
-        with self.assertRaises(ExportError) as caught:
+        for out in (self.out, self.out / "deeper" / "still"):
+            self.out = out
+            with self.assertRaises(ExportError) as caught:
+                self.export()
+            self.assertTrue(str(caught.exception).startswith(f"{self.root / 'out'}: is no directory"), caught.exception)
+            self.assertIn(str(out), str(caught.exception))
+
+    def test_a_place_that_cannot_be_written(self) -> None:
+        full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        with mock.patch.object(pathlib.Path, "mkdir", side_effect=full), self.assertRaises(ExportError) as caught:
             self.export()
-        self.assertIn("cannot be written", str(caught.exception))
+        self.assertIn(f"{self.out}: cannot be written", str(caught.exception))
+
+    def test_only_the_parents_that_it_made_are_removed(self) -> None:
+        self.out = self.root / "kept" / "made" / "too" / "artifact"
+        (self.root / "kept").mkdir()
+        (self.checkpoint / "tokenizer.json").write_text("{")
+        with self.assertRaises(ExportError):
+            self.export()
+        self.assertEqual(list((self.root / "kept").iterdir()), [])
 
 
 class Frontend(Case):
@@ -517,9 +549,7 @@ class Frontend(Case):
         for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
             for text in ("{", "[]", "version https://git-lfs.github.com/spec/v1\n"):
                 self.write(name, text)
-                with self.assertRaises(ExportError) as caught:
-                    self.export()
-                self.assertIn(name, str(caught.exception))
+                self.refused(name)
             (self.checkpoint / name).unlink()
 
     def test_odd_shapes_inside_a_tokenizer_are_no_crash(self) -> None:
@@ -568,7 +598,7 @@ class Staging(unittest.TestCase):
             staged = staging.stage(staging.Job(target, staging.TensorType("f32", dims), (piece,)))
             self.assertEqual(pathlib.Path(target).read_bytes(), b"".join(rows))
             self.assertEqual(staged.sha256, hashlib.sha256(b"".join(rows)).hexdigest())
-            self.assertEqual(staged.sources, (hashlib.sha256(b"".join(mixed)).hexdigest(),))
+            self.assertEqual(staged.source_sha256, hashlib.sha256(b"".join(mixed)).hexdigest())
             plain = dataclasses.replace(piece, head_rows=0)
             self.assertTrue(staging.same_bytes(plain, plain))
             self.assertFalse(staging.same_bytes(plain, dataclasses.replace(plain, offset=0)))

@@ -49,6 +49,18 @@ class Reading(unittest.TestCase):
         del document["weights"]["table"]
         self.assertEqual(parse(document).weights, ())
 
+    def test_where_a_weight_came_from(self) -> None:
+        document = window()
+        record = document["weights"]["table"][0]
+        record["sources"] = [{"file": "model.safetensors", "tensor": "t", "offset": 8, "byteLength": 4}] * 2
+        record["sourceSha256"] = "0" * 64
+        self.assertEqual(parse(document).to_json(), document)
+        new = parse(document).weights[0]
+        self.assertEqual((len(new.sources), new.source_sha256), (2, "0" * 64))
+        del record["sourceSha256"]  # exporter 0.1.0 had one hash a source instead
+        record["sources"] = [{**source, "sha256": "1" * 64} for source in record["sources"]]
+        self.assertEqual(parse(document).weights[0], dataclasses.replace(new, source_sha256=None))
+
     def test_the_ladder_rounds_up_and_never_clamps(self) -> None:
         ladder = Ladder(16, (1, 2, 4), (64, 128))
         self.assertEqual([ladder.fit_context(n) for n in (1, 64, 65, 128, 129)], [64, 64, 128, 128, None])

@@ -113,18 +113,21 @@ class Entry:
 
 @dataclass(frozen=True)
 class TensorSource:
-    """Where an exporter read a part of a weight: a file of the checkpoint, the byte range, the hash of those bytes."""
+    """Where an exporter read a part of a weight: a file of the checkpoint and the byte range."""
 
     file: str
     tensor: str
     offset: int
     byte_length: int
-    sha256: str
 
 
 @dataclass(frozen=True)
 class Weight:
-    """One row of the weight table: a file that is the operand, byte for byte."""
+    """One row of the weight table: a file that is the operand, byte for byte.
+
+    `source_sha256` is the hash of the sources' bytes, one range after the other, as they are in the checkpoint. Where
+    nothing was converted these are the bytes of the file, and the two hashes are the same.
+    """
 
     name: str
     path: str
@@ -132,6 +135,7 @@ class Weight:
     byte_length: int
     sha256: str
     sources: tuple[TensorSource, ...] = ()
+    source_sha256: str | None = None
 
 
 @dataclass(frozen=True)
@@ -332,10 +336,11 @@ def _weight_json(weight: Weight) -> dict[str, Any]:
                 "tensor": source.tensor,
                 "offset": source.offset,
                 "byteLength": source.byte_length,
-                "sha256": source.sha256,
             }
             for source in weight.sources
         ]
+    if weight.source_sha256 is not None:
+        record["sourceSha256"] = weight.source_sha256
     return record
 
 

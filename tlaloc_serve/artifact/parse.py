@@ -266,12 +266,12 @@ def _weight(record: Record) -> Weight:
                 part.text("tensor"),
                 part.integer("offset"),
                 part.integer("byteLength"),
-                part.sha256("sha256"),
             )
             for part in record.records("sources")
         )
         if record.has("sources")
         else (),
+        source_sha256=record.sha256("sourceSha256") if record.has("sourceSha256") else None,
     )
 
 

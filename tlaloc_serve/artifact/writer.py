@@ -1,13 +1,15 @@
 """Write an artifact directory: beside its final name, the manifest last, moved into place at the end.
 
 Rules: nothing that is not an artifact is ever overwritten. Until `commit` the destination is as it was; a crash, a
-full disk or Ctrl-C leaves at most a folder `.NAME.tmp-PID` beside it, which the next export to that name removes.
+full disk or Ctrl-C leaves at most a folder `.NAME.tmp-PID` beside it, which the next export to that name removes. An
+export that fails removes that folder itself, and the parents that it made.
 Nothing is flushed to the disk, which would cost more than the writing: after a power cut a reader refuses a manifest or
 a body that is damaged and a weight of the wrong size, and with `--verify-weights` one of the wrong content.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -24,9 +26,12 @@ _OWN_NAMES = re.compile(r"tlaloc-serving[\w.-]*\.json|bodies|programs|weights|to
 
 def check_destination(path: pathlib.Path) -> None:
     """Refuse to write over anything but an artifact or an empty directory. Raises ExportError; touches nothing."""
-    if not os.path.lexists(path):
-        return
     todo = "choose another --out, or remove it yourself"
+    if not os.path.lexists(path):
+        above = next(parent for parent in path.parents if parent.exists())
+        if not above.is_dir():
+            raise ExportError(str(above), f"is no directory, so that {path} cannot be made", todo=todo)
+        return
     if not path.is_dir():
         raise ExportError(str(path), "is there already and is no directory", todo=todo)
     names = sorted(entry.name for entry in os.scandir(path))
@@ -58,12 +63,14 @@ class ArtifactWriter:
             raise ExportError(str(destination), "is no place for an artifact", want="a directory name")
         self.folder = self._sibling("tmp", os.getpid())
         self._committed = False
+        self._made: list[pathlib.Path] = []  # parents that were not there before, the innermost first
 
     def _sibling(self, kind: str, pid: int) -> pathlib.Path:
         return self.destination.with_name(f".{self.destination.name}.{kind}-{pid}")
 
     def __enter__(self) -> ArtifactWriter:
         check_destination(self.destination)
+        self._made = [parent for parent in self.destination.parents if not parent.exists()]
         try:
             self.destination.parent.mkdir(parents=True, exist_ok=True)
             self._clear_stale()
@@ -79,6 +86,9 @@ class ArtifactWriter:
     ) -> None:
         if not self._committed:
             shutil.rmtree(self.folder, ignore_errors=True)
+            with contextlib.suppress(OSError):  # somebody else has put something there
+                for parent in self._made:
+                    parent.rmdir()
 
     def make_folder(self, name: str) -> None:
         """Make a folder under the folder."""

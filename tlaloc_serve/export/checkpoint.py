@@ -1,19 +1,19 @@
 """A checkpoint of either kind, opened: its config, where each tensor is, and what a frontend needs.
 
-Opening reads headers and small files only. Tensors are named as transformers names them.
+Opening reads headers and small files only, and the frontend's files not before they are asked for: a tokenizer takes
+longer to read than all the rest. Tensors are named as transformers names them.
 """
 
 from __future__ import annotations
 
 import pathlib
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cached_property, partial
 
 from tlaloc_serve.errors import ExportError
 from tlaloc_serve.export.config import ModelConfig, read_config
 from tlaloc_serve.export.frontend import FrontendFiles, read_frontend
-from tlaloc_serve.export.gguf import GgufFile
-from tlaloc_serve.export.gguf_model import model_config, model_pieces, rope_divisors
-from tlaloc_serve.export.gguf_tokenizer import gguf_frontend
 from tlaloc_serve.export.hlo import round_f32
 from tlaloc_serve.export.jsonfile import read_json_object
 from tlaloc_serve.export.layout import EMBED, HEAD
@@ -32,7 +32,12 @@ class Checkpoint:
     source: str
     config: ModelConfig
     tensors: dict[str, Piece]
-    frontend: FrontendFiles
+    open_frontend: Callable[[], FrontendFiles]
+
+    @cached_property
+    def frontend(self) -> FrontendFiles:
+        """The frontend's files, read when first asked for. Raises ExportError where one of them is damaged."""
+        return self.open_frontend()
 
 
 def open_checkpoint(path: str) -> Checkpoint:
@@ -62,11 +67,16 @@ def _open_folder(folder: pathlib.Path) -> Checkpoint:
         source="safetensors",
         config=config,
         tensors=tensors,
-        frontend=read_frontend(folder, document, config.vocab_size),
+        open_frontend=partial(read_frontend, folder, document, config.vocab_size),
     )
 
 
 def _open_gguf(path: pathlib.Path) -> Checkpoint:
+    # Here, because a safetensors checkpoint needs none of these: they are a twentieth of what its export takes.
+    from tlaloc_serve.export.gguf import GgufFile
+    from tlaloc_serve.export.gguf_model import model_config, model_pieces, rope_divisors
+    from tlaloc_serve.export.gguf_tokenizer import gguf_frontend
+
     where = str(path)
     with GgufFile.open(path) as file:
         config = read_config(model_config(file), where)
@@ -80,7 +90,7 @@ def _open_gguf(path: pathlib.Path) -> Checkpoint:
             source="GGUF",
             config=config,
             tensors=model_pieces(file),
-            frontend=gguf_frontend(file.metadata, where),
+            open_frontend=partial(gguf_frontend, file.metadata, where),
         )
 
 

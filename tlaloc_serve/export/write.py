@@ -1,7 +1,8 @@
 """A model and a ladder to an artifact directory: weights, bodies, programs, manifest.
 
-Rules: everything that can be refused is refused before the first byte is written. The same checkpoint and options
-give the same bytes, whatever the machine, the time and the Python.
+Rules: whatever is wrong with the options, the config or the tensors is refused before the first byte is written; the
+frontend's files are read while the weights are written, and a refusal then leaves as little behind. The same checkpoint
+and options give the same bytes, whatever the machine, the time and the Python.
 """
 
 from __future__ import annotations
@@ -12,7 +13,6 @@ import os
 import pathlib
 import shutil
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, as_completed
 from dataclasses import asdict, dataclass
 from functools import partial
 
@@ -41,13 +41,14 @@ from tlaloc_serve.export.target import GENERIC, TARGETS, Target
 from tlaloc_serve.export.workers import Workers, core_count
 
 EXPORTER_NAME = "tlaloc-serve"
-EXPORTER_VERSION = "0.1.0"
+EXPORTER_VERSION = "0.2.0"
 DEFAULT_BATCHES = (1, 2, 4)
 DEFAULT_CONTEXTS = (64, 128, 256, 512)
 DEFAULT_BLOCK_SIZE = 16
 # Scores of a prefill call take heads x tokens x context numbers a layer: more tokens a call would cost gigabytes.
 DEFAULT_PREFILL_CHUNK = 512
 WEIGHT_DTYPES = ("f32", "bf16")
+_WEIGHTS = "weights"  # the folder
 _SPARE_BYTES = 16 << 20  # of disk, for bodies and manifest
 
 Graph = Callable[[Boundary, Point], str]
@@ -161,13 +162,14 @@ def export_checkpoint(plan: Plan, out: str, progress: Progress | None = None) ->
     check_destination(pathlib.Path(os.path.realpath(out)))
     _check_space(out, sum(weight.type.byte_length for weight in plan.weights))
     report = progress or (lambda done, total: None)
-    with ArtifactWriter(out) as writer, Workers(core_count()) as workers:
+    with ArtifactWriter(out) as writer:
         jobs = _jobs(writer, plan)
-        running = workers.submit(jobs)
-        types = [(weight.name, weight.type) for weight in plan.weights]
-        graph = partial(llama_body, checkpoint.config, model.num_layers, model.block_size, plan.target)
-        bodies = [_write_body(writer, model, point, types, graph) for point in plan.points]
-        table = _weight_table(writer, plan, jobs, _collect(jobs, running, report))
+        with Workers(jobs, core_count()) as workers:
+            frontend = _write_frontend(writer, checkpoint)
+            types = [(weight.name, weight.type) for weight in plan.weights]
+            graph = partial(llama_body, checkpoint.config, model.num_layers, model.block_size, plan.target)
+            bodies = [_write_body(writer, model, point, types, graph) for point in plan.points]
+            table = _weight_table(plan, jobs, _collect(jobs, workers, report))
         model_hash = _content_address(plan, table)
         manifest = Manifest(
             schema=2,
@@ -176,10 +178,10 @@ def export_checkpoint(plan: Plan, out: str, progress: Progress | None = None) ->
             model=model,
             ladder=plan.ladder,
             weights_format="staged",
-            weights_path="weights",
+            weights_path=_WEIGHTS,
             weights=table,
             entries=_write_programs(writer, model, model_hash, bodies),
-            frontend=_write_frontend(writer, checkpoint),
+            frontend=frontend,
             exporter=Exporter(EXPORTER_NAME, EXPORTER_VERSION, plan.target.name),
         )
         writer.commit(manifest)
@@ -202,11 +204,11 @@ def _check_space(out: str, needed: int) -> None:
 
 
 def _jobs(writer: ArtifactWriter, plan: Plan) -> list[Job]:
-    writer.make_folder("weights")
+    writer.make_folder(_WEIGHTS)
     tensors = plan.checkpoint.tensors
     return [
         Job(
-            str(writer.folder / "weights" / f"{index:04d}_{weight.name}.bin"),
+            os.path.join(writer.folder, _WEIGHTS, f"{index:04d}_{weight.name}.bin"),
             weight.type,
             tuple(tensors[part.tensor] for part in weight.parts),
         )
@@ -214,31 +216,29 @@ def _jobs(writer: ArtifactWriter, plan: Plan) -> list[Job]:
     ]
 
 
-def _collect(jobs: Sequence[Job], running: dict[Future[Staged], int], progress: Progress) -> dict[int, Staged]:
+def _collect(jobs: Sequence[Job], workers: Workers, progress: Progress) -> dict[int, Staged]:
     """The results of the jobs by index, with a report after each. Raises the first ExportError."""
     results: dict[int, Staged] = {}
     done, total = 0, sum(job.type.byte_length for job in jobs)
     progress(0, total)
-    for future in as_completed(running):
-        index = running[future]
-        results[index] = future.result()
+    for index, staged in workers.results():
+        results[index] = staged
         done += jobs[index].type.byte_length
         progress(done, total)
     return results
 
 
-def _weight_table(
-    writer: ArtifactWriter, plan: Plan, jobs: Sequence[Job], results: dict[int, Staged]
-) -> tuple[Weight, ...]:
+def _weight_table(plan: Plan, jobs: Sequence[Job], results: dict[int, Staged]) -> tuple[Weight, ...]:
     table = []
     for index, (planned, job) in enumerate(zip(plan.weights, jobs, strict=True)):
         sources = tuple(
-            TensorSource(os.path.basename(piece.path), piece.tensor, piece.offset, piece.byte_length, sha256)
-            for piece, sha256 in zip(job.pieces, results[index].sources, strict=True)
+            TensorSource(os.path.basename(piece.path), piece.tensor, piece.offset, piece.byte_length)
+            for piece in job.pieces
         )
-        path = str(pathlib.PurePath(job.path).relative_to(writer.folder))
+        path = f"{_WEIGHTS}/{os.path.basename(job.path)}"
         size = planned.type.byte_length
-        table.append(Weight(planned.name, path, planned.type, size, results[index].sha256, sources))
+        staged = results[index]
+        table.append(Weight(planned.name, path, planned.type, size, staged.sha256, sources, staged.source_sha256))
     return tuple(table)
 
 
