@@ -78,22 +78,29 @@ else
 fi
 
 say "3/4 the artifact"
+# What the artifact follows from: the exporter's code, and this script with the options in it.
 current='
-import sys
+import hashlib, pathlib, sys
 sys.path.insert(0, sys.argv[1])
 from tlaloc_serve.artifact.store import open_artifact
 from tlaloc_serve.errors import ArtifactError
-from tlaloc_serve.export.write import EXPORTER_VERSION
+digest = hashlib.sha256()
+package = pathlib.Path(sys.argv[1], "tlaloc_serve")
+for path in [*sorted(package.glob("artifact/*.py")), *sorted(package.glob("export/*.py")), pathlib.Path(sys.argv[2])]:
+    digest.update(path.read_bytes())
+print(digest.hexdigest())
 try:
-    exporter = open_artifact(sys.argv[2]).manifest.exporter
-except ArtifactError:
+    open_artifact(sys.argv[3])
+    sys.exit(pathlib.Path(sys.argv[3] + ".exporter").read_text().strip() != digest.hexdigest())
+except (ArtifactError, OSError):
     sys.exit(1)
-sys.exit(exporter is None or exporter.version != EXPORTER_VERSION)
 '
-if [ -d "$artifact" ] && "$python" -c "$current" "$repo" "$artifact"; then
+if exporter=$("$python" -c "$current" "$repo" "$here/demo.sh" "$artifact"); then
     echo "there already: $artifact" >&2
 else
+    rm -f "$artifact.exporter"
     "$python" "$here/export.py" --checkpoint "$gguf" --out "$artifact" --batch 1 --context 64,128,512
+    echo "$exporter" > "$artifact.exporter"
 fi
 
 say "4/4 serving"
