@@ -314,9 +314,9 @@ class FakePjrt:
         slots = (ctypes.c_void_p * len(results)).from_address(listed)
         for index, (data, (dtype, dims)) in enumerate(zip(results, program.outputs, strict=True)):
             slots[index] = self._new("buffer", Array(data, abi.DTYPES[dtype][0], dims))
-        ctypes.c_void_p.from_address(args.device_complete_events).value = self._event(
-            error=self.errors["complete"].pop(0) if self.errors.get("complete") else None
-        )
+        if args.device_complete_events:
+            error = self.errors["complete"].pop(0) if self.errors.get("complete") else None
+            ctypes.c_void_p.from_address(args.device_complete_events).value = self._event(error=error)
 
     def Client_BufferFromHostBuffer(self, args: Any) -> None:
         dims = tuple((ctypes.c_int64 * args.num_dims).from_address(args.dims))

@@ -99,8 +99,7 @@ class Steps:
         self._run.run()
         self._run.wait()
         taken = time.perf_counter() - begin
-        for index, pool in enumerate(self._pools):
-            self._run.give(1 + index, pool)
+        self._run.give(list(enumerate(self._pools, 1)))
         return taken
 
 

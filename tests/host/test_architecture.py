@@ -24,7 +24,7 @@ ROOMS = {
 }
 # In `engine`, a module imports only what stands before it; those before `runner` know no device.
 ENGINE_ORDER = (
-    "pages", "sampling", "scheduler", "selection", "executables", "fingerprint", "compiler", "inputs", "logits",
+    "pages", "sampling", "scheduler", "selection", "executables", "fingerprint", "compiler", "logits", "inputs",
     "runner", "generate",
 )  # fmt: skip
 WITHOUT_DEVICES = {"pages", "sampling", "scheduler", "selection"}

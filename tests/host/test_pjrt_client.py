@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import gc
 import mmap
+import random
 import struct
 import tempfile
 import unittest
@@ -16,6 +17,7 @@ from tests.fakes import FakePjrt, Program
 from tlaloc_serve.errors import HandleClosed, OutOfMemory, PjrtError, PluginError, RequestError
 from tlaloc_serve.pjrt import abi
 from tlaloc_serve.pjrt.client import Buffer, Client, Executable, Execution, live
+from tlaloc_serve.pjrt.transfer import Download
 
 F2 = ("f32", (2,))
 
@@ -350,7 +352,7 @@ class BufferTest(Case):
         execution.run()
         with self.assertRaises(BufferError):
             memory.append(0)
-        execution.give(0, pool)
+        execution.give([(0, pool)])
         memory.append(0)
 
 
@@ -361,7 +363,7 @@ class ExecutionTest(Case):
         for number in range(1, 4):
             execution.run()
             self.assertTrue(pool.donated)
-            execution.give(0, pool)
+            execution.give([(0, pool)])
             self.assertFalse(pool.donated)
             with execution.take(1) as taken:
                 self.assertEqual(taken.to_bytes(), floats(10, 11))
@@ -465,21 +467,102 @@ class ExecutionTest(Case):
             execution.take(1)
         with self.assertRaises(HandleClosed):
             execution.take(2)
-        execution.give(0, first)
+        execution.give([(0, first)])
         with self.assertRaises(HandleClosed):
-            execution.give(0, first)
+            execution.give([(0, first)])
         self.assertEqual(first.to_bytes(), floats(2, 3))
+
+    def test_a_held_argument_is_used_until_it_is_closed(self) -> None:
+        fake, client = self.open()
+        execution, pool, weight = self.step(client)
+        execution.hold((1, weight))
+        with self.assertRaisesRegex(RequestError, "argument 0 is donated by every run"):
+            execution.hold((0, pool))
+        for number in range(2):
+            execution.run()
+            execution.give([(0, pool)])
+            self.assertEqual(pool.to_bytes(), floats(2 + number, 3 + number))
+        other = self.buffer(client, 5, 6)
+        execution.bind(1, other)  # no longer held
+        weight.close()
+        execution.run()
+        execution.give([(0, pool)])
+        with execution.take(1) as taken:
+            self.assertEqual(taken.to_bytes(), floats(5, 6))
+        execution.hold((1, other))
+        other.close()
+        runs = fake.calls.count("PJRT_LoadedExecutable_Execute")
+        with self.assertRaisesRegex(HandleClosed, "argument 1, buffer.*is closed"):
+            execution.run()
+        self.assertEqual(fake.calls.count("PJRT_LoadedExecutable_Execute"), runs)
+
+    def test_two_executions_that_give_to_one_pool(self) -> None:
+        """Each sees what the other gave, in whatever order they run; one that ends leaves the other right."""
+        fake, client = self.open()
+        one, pool, weight = self.step(client)
+        two = self.execution(self.compile(client), STEP[b"step"].aliases)
+        two.bind(0, pool)
+        two.hold((1, weight))
+        pairs = [[(0, pool)], [(0, pool)]]
+        order = random.Random(3)
+        for number in range(40):
+            which = order.randrange(2)
+            (one, two)[which].run()
+            (one, two)[which].give(pairs[which])
+            self.assertEqual(pool.to_bytes(), floats(2 + number, 3 + number))
+        two.run()
+        with self.assertRaisesRegex(HandleClosed, "argument 0.*was donated"):
+            one.run()
+        two.give(pairs[1])
+        pool.close()
+        for execution in (one, two):
+            with self.assertRaisesRegex(HandleClosed, "argument 0, buffer.*is closed"):
+                execution.run()
+        fresh = self.buffer(client, 7, 8)
+        for execution in (one, two):
+            execution.bind(0, fresh)
+            execution.run()
+            execution.give([(0, fresh)])
+        self.assertEqual(fresh.to_bytes(), floats(9, 10))
+        self.assertEqual(fake.arrays(), 2 + 2)  # the fresh pool and the weight; each execution's second output
+
+    def test_a_run_that_nobody_waits_for_makes_no_event(self) -> None:
+        _, client = self.open()
+        execution, _, _ = self.step(client, b"pure")
+        before = live["events"]
+        execution.run(awaited=False)
+        self.assertEqual(live["events"], before)
+        execution.wait()
+        execution.run()
+        self.assertEqual(live["events"], before + 1)
+
+    def test_what_a_download_reads(self) -> None:
+        fake, client = self.open()
+        execution, _, _ = self.step(client, b"pure")
+        download = Download(client, *F2)
+        for number in (1, 10):
+            execution.bind(0, self.buffer(client, number, number))
+            execution.run(awaited=False)
+            with execution.take(0) as taken:
+                download.read(taken)
+            self.assertEqual(bytes(download.memory), floats(number + 1, number + 1))
+            with self.assertRaises(HandleClosed):
+                download.read(taken)
+        fake.errors["PJRT_Buffer_ToHostBuffer"] = [(13, "device fell off")]
+        with self.buffer(client, 1, 2) as buffer, self.assertRaisesRegex(PjrtError, "device fell off"):
+            download.read(buffer)
+        self.assertEqual(live["events"], self.before["events"])
 
     def test_given_to_the_wrong_or_a_closed_buffer(self) -> None:
         _, client = self.open()
         execution, first, second = self.step(client)
         execution.run()
         with client.buffer_from_host(bytes(8), "i32", (2,)) as wrong, self.assertRaisesRegex(RequestError, "given to"):
-            execution.give(0, wrong)
+            execution.give([(0, wrong)])
         second.close()
         with self.assertRaises(HandleClosed):
-            execution.give(1, second)
-        execution.give(0, first)
+            execution.give([(1, second)])
+        execution.give([(0, first)])
 
     def test_outputs_must_be_the_programs_own(self) -> None:
         _, client = self.open()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import unittest
+from types import SimpleNamespace
 from typing import Any
 
 from tests.support import load_json, shared
@@ -80,6 +81,8 @@ def _with_pages(document: Any, pages: int) -> bytes:
 
 
 class Batches(unittest.TestCase):
+    foreseen = 0  # batches that were told before the step ahead of them
+
     def drive(self, scheduler: Scheduler, prompts: list[list[int]], lengths: list[int]) -> list[Any]:
         """Run with made-up picks to the end, checking what must hold of every batch; returns the batches."""
         for number, (prompt, length) in enumerate(zip(prompts, lengths, strict=True)):
@@ -87,8 +90,16 @@ class Batches(unittest.TestCase):
             sequences[0].index = number
             scheduler.submit(sequences)
         written: dict[int, int] = {}
-        batches = []
+        batches: list[Any] = []
+        upcoming = None
         while (batch := scheduler.next_batch()) is not None:
+            if upcoming is not None and [row.sequence for row in batch.rows] == [row.sequence for row in upcoming.rows]:
+                self.assertIs(upcoming.entry, batch.entry)
+                self.assertEqual(
+                    [row[:2] + row[3:5] for row in upcoming.rows], [row[:2] + row[3:5] for row in batch.rows]
+                )
+                self.foreseen += 1
+            upcoming = scheduler.upcoming(batch)
             batches.append(batch)
             entry = batch.entry
             self.assertLessEqual(1, len(batch.rows))
@@ -131,6 +142,20 @@ class Batches(unittest.TestCase):
                     lengths.append(generator.randint(1, most - len(prompts[-1]) + 1))
                 with self.subTest(name=name, prompts=prompts, lengths=lengths):
                     self.drive(Scheduler(manifest(name)), prompts, lengths)
+        self.assertGreater(self.foreseen, 100)
+
+    def test_a_few_tokens_go_through_decode_steps_where_those_cost_less(self) -> None:
+        text = json.dumps(load_json(shared("artifacts", "window-v3", "tlaloc-serving.json")))
+        for platform, tokens, steps in (("cpu", 1, 1), ("cpu", 2, 1), ("cuda", 2, 1), ("", 2, 1)):
+            batches = self.drive(Scheduler(parse_manifest(text.encode(), "manifest"), platform), [[1] * tokens], [1])
+            self.assertEqual(len(batches), steps, (platform, tokens))
+        wide = SimpleNamespace(tokens_per_seq=64, context=64, batch=1)
+        for platform, pending, prefills in (("cpu", 5, False), ("cpu", 6, True), ("cuda", 2, True), ("", 2, True)):
+            scheduler = Scheduler(manifest("window-v3"), platform)
+            scheduler._prefill = [wide]  # type: ignore[list-item]
+            scheduler._window = None
+            sequence = scheduler.check([[1] * pending], 1)[0]
+            self.assertEqual(scheduler._prefill_shape(sequence) is not None, prefills, (platform, pending))
 
     def test_ends(self) -> None:
         scheduler = Scheduler(manifest("window-v3"))

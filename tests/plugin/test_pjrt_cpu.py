@@ -109,7 +109,7 @@ class RunTest(unittest.TestCase):
                     execution.run()
                     self.assertEqual(pool.donated, bool(donated))
                     self.assertEqual(pool.is_deleted(), bool(donated))
-                    execution.give(0, pool)
+                    execution.give([(0, pool)])
                     with execution.take(1) as other:
                         self.assertEqual(other.to_bytes(), floats(1, 4, 2, 5, 3, 6))
                     self.assertEqual(pool.to_bytes(), floats(*(number * value for value in x)))
@@ -128,7 +128,7 @@ class RunTest(unittest.TestCase):
             before = pool.pointer_on_device()
             for _ in range(3):
                 execution.run()
-                execution.give(0, pool)
+                execution.give([(0, pool)])
             execution.wait()
             self.assertEqual(pool.pointer_on_device(), before)
 
@@ -196,7 +196,7 @@ class RunTest(unittest.TestCase):
                 execution.bind(0, pool)
                 execution.bind(1, second)
                 execution.run()
-                execution.give(0, pool)
+                execution.give([(0, pool)])
                 self.assertEqual(pool.to_bytes(), floats(*range(1, 7)))
         for damaged in (b"", blob[: len(blob) // 2], bytes(len(blob))):
             with self.assertRaises(PjrtError):
@@ -269,7 +269,7 @@ class HostMemoryTest(unittest.TestCase):
             execution.bind(0, donated)
             execution.bind(1, weight)
             execution.run()
-            execution.give(0, donated)
+            execution.give([(0, donated)])
             self.assertEqual(donated.to_bytes(), floats(*range(0, 12, 2)))
         self.assertEqual(bytes(part), floats(*range(6)), "immutable host memory was written to")
 
@@ -319,7 +319,7 @@ class LifetimeTest(unittest.TestCase):
                 with client.buffer_from_host(floats(*[1] * 6), "f32", (2, 3)) as x:
                     execution.bind(1, x)
                     execution.run()
-                    execution.give(0, pool)
+                    execution.give([(0, pool)])
                     if number % 2:
                         with execution.take(1) as other:
                             other.to_bytes()

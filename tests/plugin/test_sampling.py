@@ -46,7 +46,7 @@ class Selection(unittest.TestCase):
                         self.subTest(plugin=plugin, vocab=vocab),
                         client.buffer_from_host(data, "f32", kind.dims) as logits,
                     ):
-                        self.assertEqual(list(selected.greedy(logits, kind)), [row.index(max(row)) for row in rows])
+                        self.assertEqual(list(selected.greedy(logits, kind).ids), [row.index(max(row)) for row in rows])
                         found = selected.candidates(logits, kind, [0.5, None, 2.0])
                         for row, given, heat in zip(rows, found, (0.5, 1.0, 2.0), strict=True):
                             order = sorted(range(vocab), key=lambda token, row=row: (-row[token], token))[:64]
@@ -69,7 +69,7 @@ class Selection(unittest.TestCase):
                         self.subTest(plugin=plugin, place=place),
                         client.buffer_from_host(row, "f32", kind.dims) as logits,
                     ):
-                        self.assertEqual(list(selected.greedy(logits, kind)), [NAN_ROW])
+                        self.assertEqual(selected.greedy(logits, kind).ids, [NAN_ROW])
                         self.assertTrue(math.isnan(selected.candidates(logits, kind, [1.0])[0].mass))
                 selected.close()
 

@@ -39,7 +39,6 @@ from tlaloc_serve.pjrt.preflight import Choice, NothingToRunOn, choose, redirect
 
 _FIRST_TOKEN_PROMPT = 5
 _WARM_STARTS = 3
-_NATIVE = ("PJRT_LoadedExecutable_Execute", "PJRT_Event_Await")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -67,7 +66,7 @@ def run(options: argparse.Namespace) -> int:
     first_token = {} if options.no_first_token else _first_token(options, directory, choice, artifact)
     with contextlib.ExitStack() as stack:
         stack.enter_context(redirect_stderr(choice.path, log=options.plugin_log))
-        clock = NativeClock(Plugin.open(choice.path))
+        clock = HostClock(Plugin.open(choice.path))
         begin = time.perf_counter()
         client = stack.enter_context(choice.open_client())
         client_seconds = time.perf_counter() - begin
@@ -91,7 +90,7 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
-def _measure(engine: Engine, clock: NativeClock, options: argparse.Namespace) -> Facts:
+def _measure(engine: Engine, clock: HostClock, options: argparse.Namespace) -> Facts:
     """Every test that fits, between two measurements of the bandwidth."""
     before = read_bandwidth(engine.client)
     rows, skipped, programs = [], [], []
@@ -122,22 +121,32 @@ def _measure(engine: Engine, clock: NativeClock, options: argparse.Namespace) ->
     }
 
 
-class NativeClock:
-    """Adds up the seconds inside the plugin's calls that a step waits in; to be made before anything is compiled.
+class HostClock:
+    """Wall seconds that the device waits for the host between two steps; to be made before anything is compiled.
 
-    Processor time of the calling thread, as `time.thread_time`: what other processes do to it does not count.
+    A gap begins when an awaited transfer, the step's ids, has arrived and ends when the next program is called. What
+    the host does while the device works is not in it.
     """
 
     def __init__(self, plugin: Plugin):
-        self.seconds = 0.0
-        for name in _NATIVE:
-            plugin.wrap(name, self._timed)
+        self.gaps: list[float] = []
+        self._arrived: float | None = None
+        plugin.wrap("PJRT_LoadedExecutable_Execute", self._execute)
+        plugin.wrap("PJRT_Event_Await", self._await)
 
-    def _timed(self, function: Callable[[int], int | None]) -> Callable[[int], int | None]:
+    def _execute(self, function: Callable[[int], int | None]) -> Callable[[int], int | None]:
         def call(address: int) -> int | None:
-            begin = time.thread_time()
+            if self._arrived is not None:
+                self.gaps.append(time.perf_counter() - self._arrived)
+                self._arrived = None
+            return function(address)
+
+        return call
+
+    def _await(self, function: Callable[[int], int | None]) -> Callable[[int], int | None]:
+        def call(address: int) -> int | None:
             result = function(address)
-            self.seconds += time.thread_time() - begin
+            self._arrived = time.perf_counter()
             return result
 
         return call
@@ -145,8 +154,7 @@ class NativeClock:
 
 @dataclass(frozen=True)
 class Counted:
-    """One run: its wall seconds, and of each step after the first the processor seconds of this thread outside the
-    plugin's calls."""
+    """One run: its wall seconds, and the seconds that the device waited for the host before each step but the first."""
 
     seconds: float
     steps: int
@@ -162,7 +170,7 @@ class Test:
     """
 
     engine: Engine
-    clock: NativeClock
+    clock: HostClock
     kind: str
     count: int
     batch: int
@@ -177,17 +185,14 @@ class Test:
     def run(self) -> Counted:
         length, new = (self.count, 1) if self.kind == "pp" else (1, self.count)
         prompts = [_prompt(self.engine.artifact, length, number) for number in range(self.batch)]
-        host: list[float] = []
         entries: list[str] = []
+        self.clock.gaps.clear()
         begin = time.perf_counter()
-        before, native = time.thread_time(), self.clock.seconds
         for event in self.engine.generate(prompts, new, eos_ids=()):
             if isinstance(event, Step):
-                now = time.thread_time()
-                host.append(now - before - (self.clock.seconds - native))
                 entries.append(event.entry)
-                before, native = now, self.clock.seconds
-        return Counted(time.perf_counter() - begin, len(entries), tuple(host[1:]), tuple(entries))
+        seconds = time.perf_counter() - begin
+        return Counted(seconds, len(entries), tuple(self.clock.gaps[-len(entries) :][1:]), tuple(entries))
 
     def facts(self, bandwidth: float) -> Facts:
         """Tokens a second over all sequences. The host's share is given for decode alone, as is the bandwidth's."""

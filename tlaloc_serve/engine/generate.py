@@ -12,6 +12,7 @@ from collections.abc import Collection, Iterable, Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from types import TracebackType
+from typing import NamedTuple
 
 from tlaloc_serve.artifact.store import Artifact
 from tlaloc_serve.engine.compiler import Compilation, Compiler
@@ -30,8 +31,7 @@ class Staged:
     total: int
 
 
-@dataclass(frozen=True)
-class StepRow:
+class StepRow(NamedTuple):
     """One live row of a step: which prompt, the ids that were fed, whether the last was generated, and the argmax."""
 
     sequence: int
@@ -40,8 +40,7 @@ class StepRow:
     argmax: int | None
 
 
-@dataclass(frozen=True)
-class Step:
+class Step(NamedTuple):
     """One call of an entry. `seconds` is wall time; `compile_seconds` the part of it spent on having its executable,
     0.0 where it was there; `cached` says that it came from the disk."""
 
@@ -126,7 +125,7 @@ class Engine:
         self.artifact = artifact
         self.client = client
         self.report = RunReport()
-        self._scheduler = Scheduler(artifact.manifest)
+        self._scheduler = Scheduler(artifact.manifest, client.platform_name)
         self._cancelled = threading.Event()
         self._stopped: set[int] = set()
         with resources or contextlib.ExitStack() as stack:
@@ -217,32 +216,29 @@ class Engine:
             seeds=tuple(None if sampler.greedy else sampler.params.seed for sampler in samplers),
             staged_bytes=self.artifact.manifest.weight_bytes(),
         )
-        before = self._counts()
+        before, log = self._counts(), self._runner.compiler.log
         begin = time.perf_counter()
         try:
             yield from self.stage()
             while not self._cancelled.is_set() and (batch := self._scheduler.next_batch()) is not None:
                 heats = [samplers[row.sequence].temperature if row.last else None for row in batch.rows]
-                result = self._runner.step(batch, temperatures=heats, pick_all=pick_all)
+                result = self._runner.step(
+                    batch, temperatures=heats, pick_all=pick_all, upcoming=self._scheduler.upcoming
+                )
                 picks = [
                     pick if candidates is None else samplers[row.sequence].pick(candidates)
                     for row, pick, candidates in zip(batch.rows, result.picks, result.candidates, strict=True)
                 ]
                 # The first step's time holds the staging of the weights, as the one thing a user waited for.
                 seconds = result.seconds if self.report.steps else time.perf_counter() - begin
-                self._tell_compiles(before)
-                lengths = {sequence.index: len(sequence.prompt) for sequence in self._scheduler.live}
-                step = Step(
-                    len(self.report.steps),
-                    batch.entry.id,
-                    tuple(
-                        StepRow(row.sequence, row.tokens, row.end > lengths[row.sequence], pick)
-                        for row, pick in zip(batch.rows, picks, strict=True)
-                    ),
-                    seconds,
-                    result.compile_seconds,
-                    result.cached,
-                )
+                if len(log) != before[3] + len(self.report.compilations):
+                    self._tell_compiles(before)
+                rows = [
+                    StepRow(row.sequence, row.tokens, row.end > len(self.report.prompts[row.sequence]), pick)
+                    for row, pick in zip(batch.rows, picks, strict=True)
+                ]
+                number, compiled = len(self.report.steps), result.compile_seconds
+                step = Step(number, batch.entry.id, tuple(rows), seconds, compiled, result.cached)
                 self.report.steps.append(step)
                 yield step
                 yield from self._advance(batch, picks, samplers, eos)
@@ -268,17 +264,18 @@ class Engine:
         self, batch: Batch, picks: Seq[int | None], samplers: list[Sampler], eos: frozenset[int]
     ) -> Iterator[Event]:
         live = {sequence.index: sequence for sequence in self._scheduler.live}
-        before = {row.sequence: len(live[row.sequence].generated) for row in batch.rows}
+        before = [len(live[row.sequence].tokens) for row in batch.rows]
         ended = self._scheduler.advance(batch, picks, eos)
-        for row in batch.rows:
-            generated = live[row.sequence].generated
-            if len(generated) > before[row.sequence]:
-                samplers[row.sequence].seen(generated[-1])
-                yield Token(row.sequence, len(generated) - 1, generated[-1])
+        for row, length in zip(batch.rows, before, strict=True):
+            sequence = live[row.sequence]
+            if len(sequence.tokens) > length:
+                token = sequence.tokens[-1]
+                samplers[row.sequence].seen(token)
+                yield Token(row.sequence, length - len(sequence.prompt), token)
         for sequence in ended:
             pick = next(pick for row, pick in zip(batch.rows, picks, strict=True) if row.sequence == sequence.index)
             yield self._finished(sequence, pick)
-        for sequence in self._scheduler.live:
+        for sequence in self._scheduler.live if self._stopped else ():
             if sequence.index in self._stopped:
                 self._scheduler.end(sequence, Reason.STOP)
                 yield self._finished(sequence)

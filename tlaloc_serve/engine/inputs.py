@@ -10,10 +10,11 @@ from __future__ import annotations
 from array import array
 
 from tlaloc_serve.artifact.manifest import POOL_OUTPUT_OF, Entry, Role
+from tlaloc_serve.engine.logits import Chosen
 from tlaloc_serve.engine.pages import DROPPED_SLOT, SCRATCH_PAGE, page_of, pages_for, slot_of
 from tlaloc_serve.engine.scheduler import Batch, Row
 from tlaloc_serve.pjrt.client import Client, Execution
-from tlaloc_serve.pjrt.upload import Upload
+from tlaloc_serve.pjrt.transfer import Upload
 
 _PADDING = {Role.SEQ_LENS: 1, Role.SLOT_MAPPING: DROPPED_SLOT, Role.WINDOW_SLOT_MAPPING: DROPPED_SLOT}
 
@@ -44,8 +45,11 @@ class StepInputs:
 
     def __init__(self, entry: Entry, client: Client, execution: Execution):
         self._entry = entry
+        self._execution = execution
+        self._token_ids = next(index for index, slot in enumerate(entry.inputs) if slot.role == Role.TOKEN_IDS)
         self._page_size = entry.context // entry.max_blocks_per_seq
         self._inputs: dict[str, _Input] = {}
+        self._placed: object = None
         self._tables: object = None
         for index, slot in enumerate(entry.inputs):
             if slot.role not in (Role.WEIGHT, *POOL_OUTPUT_OF):
@@ -57,17 +61,40 @@ class StepInputs:
         for item in self._inputs.values():
             item.close()
 
-    def fill(self, batch: Batch) -> None:
-        """Write a batch of at most `entry.batch` rows, each of at most `entry.tokens_per_seq` tokens."""
+    def fill(self, batch: Batch, chosen: Chosen | None = None) -> None:
+        """Write a batch of at most `entry.batch` rows, each of at most `entry.tokens_per_seq` tokens.
+
+        Where the token ids are just those that the last step chose, they are on the device already.
+        """
+        self.place(batch)
+        width = self._entry.tokens_per_seq
+        ids = [0] * len(self._inputs[Role.TOKEN_IDS])
+        for number, row in enumerate(batch.rows):
+            end = (number + 1) * width
+            ids[end - len(row.tokens) : end] = row.tokens
+        tokens = self._inputs[Role.TOKEN_IDS]
+        if chosen is not None and chosen.ids == ids and chosen.buffer.dims == tokens.buffer.dims:
+            self._execution.bind(self._token_ids, chosen.buffer)
+        else:
+            tokens.set(ids)
+            self._execution.bind(self._token_ids, tokens.buffer)
+
+    def place(self, batch: Batch) -> None:
+        """Write all of `batch` but its token ids, which do not matter yet. Nothing is done where that stands there."""
+        placed = [(row.start, row.end, row.pages, row.ring) for row in batch.rows]
+        if placed == self._placed:
+            return
+        self._placed = None
         width = self._entry.tokens_per_seq
         values = {
-            role: [_PADDING.get(role, 0)] * len(item) for role, item in self._inputs.items() if "TABLES" not in role
+            role: [_PADDING.get(role, 0)] * len(item)
+            for role, item in self._inputs.items()
+            if "TABLES" not in role and role != Role.TOKEN_IDS
         }
         for number, row in enumerate(batch.rows):
             end = (number + 1) * width
-            span = slice(end - len(row.tokens), end)
+            span = slice(end - (row.end - row.start), end)
             positions = range(row.start, row.end)
-            values[Role.TOKEN_IDS][span] = row.tokens
             values[Role.POSITIONS][span] = positions
             values[Role.SLOT_MAPPING][span] = [slot_of(position, row.pages, self._page_size) for position in positions]
             values[Role.SEQ_LENS][number] = row.end
@@ -83,6 +110,7 @@ class StepInputs:
                 values[Role.WINDOW_BLOCK_TABLES] = self._table([row.ring for row in batch.rows], batch.rows)
         for role, items in values.items():
             self._inputs[role].set(items)
+        self._placed = placed
 
     def _table(self, pages: list[tuple[int, ...]], rows: tuple[Row, ...]) -> list[int]:
         width = self._entry.max_blocks_per_seq

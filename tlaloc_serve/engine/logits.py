@@ -10,13 +10,22 @@ import functools
 import struct
 from array import array
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 from tlaloc_serve.artifact.manifest import TensorType
 from tlaloc_serve.engine.sampling import Candidates, Row
 from tlaloc_serve.engine.selection import CANDIDATES, argmax_body, candidates_body
 from tlaloc_serve.pjrt.client import Buffer, Client, Executable, Execution
+from tlaloc_serve.pjrt.transfer import Download
 
 Compile = Callable[[bytes, str], Executable]
+
+
+class Chosen(NamedTuple):
+    """The greedy id of each row: `buffer` i32 [B, 1] on the device, `ids` the same on the host."""
+
+    buffer: Buffer
+    ids: list[int]
 
 
 class LogitsReader:
@@ -26,19 +35,33 @@ class LogitsReader:
         self.compiles = 0
         self._client = client
         self._compile = compile
-        self._programs: dict[tuple[TensorType, str], tuple[Execution, bytearray]] = {}
+        self._chosen: Chosen | None = None
+        self._programs: dict[tuple[TensorType, str], tuple[Execution, Download]] = {}
         self._stack = contextlib.ExitStack()
 
     def close(self) -> None:
-        """Destroy the programs; idempotent."""
+        """Destroy the programs and what they chose; idempotent."""
+        self.forget()
         self._programs.clear()
         self._stack.close()
 
-    def greedy(self, logits: Buffer, kind: TensorType) -> memoryview:
-        """i32 [B]: the argmax of each row of `logits`, or NAN_ROW for a row that holds a NaN."""
+    def greedy(self, logits: Buffer, kind: TensorType) -> Chosen:
+        """The argmax of each row of `logits`, or NAN_ROW for a row that holds a NaN. Valid until the next call."""
         execution, memory = self._program(kind, "argmax")
         execution.bind(0, logits)
-        return self._run(execution, memory)
+        self.forget()
+        execution.run(awaited=False)
+        buffer = execution.take(0)
+        self._chosen = Chosen(buffer, [])
+        memory.read(buffer)
+        self._chosen.ids.extend(memoryview(memory.memory).cast("B").cast("i"))
+        return self._chosen
+
+    def forget(self) -> None:
+        """Destroy what `greedy` chose last."""
+        if self._chosen is not None:
+            self._chosen.buffer.close()
+            self._chosen = None
 
     def candidates(self, logits: Buffer, kind: TensorType, temperatures: Sequence[float | None]) -> list[Candidates]:
         """The largest logits of each row with a temperature; those of the other rows come along, with mass at 1.0."""
@@ -48,8 +71,11 @@ class LogitsReader:
         with self._client.buffer_from_host(heat, "f32", (batch,)) as temperature:
             execution.bind(0, logits)
             execution.bind(1, temperature)
-            ints = self._run(execution, memory)
-        floats = memoryview(memory).cast("f")
+            execution.run(awaited=False)
+            with execution.take(0) as buffer:
+                memory.read(buffer)
+        data = memoryview(memory.memory).cast("B")
+        ints, floats = data.cast("i"), data.cast("f")
         count = min(CANDIDATES, vocab)
         found = []
         for number in range(len(temperatures)):
@@ -72,26 +98,19 @@ class LogitsReader:
             data = whole[number * size : (number + 1) * size]
         return _as_f32(data, kind.dtype)
 
-    def _run(self, execution: Execution, memory: bytearray) -> memoryview:
-        execution.run()
-        with execution.take(0) as buffer:
-            buffer.read_into(memory)
-        return memoryview(memory).cast("i")
-
-    def _program(self, kind: TensorType, purpose: str) -> tuple[Execution, bytearray]:
+    def _program(self, kind: TensorType, purpose: str) -> tuple[Execution, Download]:
         program = self._programs.get((kind, purpose))
         if program is None:
             batch, _, vocab = kind.dims
             count = min(CANDIDATES, vocab)
             if purpose == "argmax":
                 body, arguments = argmax_body(kind), 1
-                dims: tuple[int, ...] = (batch,)
+                dims = (batch, 1)
             else:
                 body, arguments, dims = candidates_body(kind, count), 2, (batch, 2 * count + 1)
             executable = self._stack.enter_context(self._compile(body, f"the {purpose} over {kind}"))
             execution = self._stack.enter_context(executable.execution(arguments, frozenset(), [("i32", dims)]))
-            memory = bytearray(TensorType("i32", dims).byte_length)
-            program = self._programs[kind, purpose] = (execution, memory)
+            program = self._programs[kind, purpose] = (execution, Download(self._client, "i32", dims))
             self.compiles += 1
         return program
 

@@ -13,14 +13,15 @@ from __future__ import annotations
 import contextlib
 import mmap
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from tlaloc_serve.artifact.manifest import POOL_OUTPUT_OF, Entry, Role, TensorType
 from tlaloc_serve.artifact.store import Artifact
 from tlaloc_serve.engine.compiler import Compiler
 from tlaloc_serve.engine.inputs import StepInputs
-from tlaloc_serve.engine.logits import LogitsReader
+from tlaloc_serve.engine.logits import Chosen, LogitsReader
 from tlaloc_serve.engine.sampling import Candidates, Row
 from tlaloc_serve.engine.scheduler import Batch
 from tlaloc_serve.engine.selection import NAN_ROW
@@ -28,8 +29,7 @@ from tlaloc_serve.errors import EngineBroken, TlalocError
 from tlaloc_serve.pjrt.client import Buffer, Client, Execution
 
 
-@dataclass(frozen=True)
-class StepResult:
+class StepResult(NamedTuple):
     """What a step gave back.
 
     `picks[i]` is the greedy next token of row i, None where its logits were not needed; `candidates[i]` what a sampler
@@ -70,8 +70,10 @@ class Runner:
         self.cache_hits = 0
         self._reader = LogitsReader(client, lambda body, what: self.compiler.compile(body, what).executable)
         self._logits: Buffer | None = None
+        self._chosen: Chosen | None = None  # on the device until the reader chooses again
         self.pools: dict[str, Buffer] = {}
         self._weights: dict[str, Buffer] = {}
+        self._staged = False
         self._loaded: dict[str, _Loaded] = {}
         self._broken: str | None = None
         self._stack = contextlib.ExitStack()
@@ -79,6 +81,7 @@ class Runner:
     def close(self) -> None:
         """Destroy every buffer and executable; idempotent."""
         self._drop_logits()
+        self._chosen = None
         self._reader.close()
         self._stack.close()
         self.pools.clear()
@@ -106,14 +109,17 @@ class Runner:
             self._weights[weight.name] = self._stack.enter_context(buffer)
             done += weight.byte_length
             yield done, total
-        if not self.pools:
+        if not self._staged:
             self._make_pools()
+            self._staged = True
 
     def _make_pools(self) -> None:
         slots = [slot for slot in self.artifact.manifest.entries[0].inputs if slot.role in POOL_OUTPUT_OF]
         # One anonymous mapping, zero without being written, is the source of every pool.
         zeros = memoryview(mmap.mmap(-1, max(slot.type.byte_length for slot in slots)))
         for slot in slots:
+            if slot.name in self.pools:
+                continue
             source = zeros[: slot.type.byte_length]
             buffer = self.client.buffer_from_host(source, slot.type.dtype, slot.type.dims)
             self.pools[slot.name] = self._stack.enter_context(buffer)
@@ -125,8 +131,11 @@ class Runner:
         temperatures: Sequence[float | None] = (),
         pick_all: bool = False,
         keep_logits: bool = False,
+        upcoming: Callable[[Batch], Batch | None] | None = None,
     ) -> StepResult:
         """Run one batch. A row with a temperature gets candidates, the others a greedy pick.
+
+        `upcoming` says what the next step is likely to be: its inputs are put in place while the device works.
 
         `pick_all` picks for rows in the middle of their prompt too; `keep_logits` reads whole rows. Raises
         EngineBroken when the pools are lost, PjrtError when the plugin refuses the body or has no memory.
@@ -134,16 +143,20 @@ class Runner:
         if self._broken is not None:
             raise EngineBroken("engine", f"an earlier step failed: {self._broken}", todo="open the artifact again")
         begin = time.perf_counter()
-        self._drop_logits()
-        for _ in self.stage():
-            pass
+        if not self._staged:
+            for _ in self.stage():
+                pass
         loaded, compile_seconds = self._load(batch.entry)
-        loaded.inputs.fill(batch)
+        loaded.inputs.fill(batch, self._chosen)
         wanted = [pick_all or keep_logits or row.last for row in batch.rows]
         try:
-            loaded.execution.run()
-            for output, pool in loaded.pools:
-                loaded.execution.give(output, pool)
+            loaded.execution.run(awaited=not any(wanted))
+            # From here to the wait in `_read` the device works: what does not need the step's results is done now.
+            self._drop_logits()
+            loaded.execution.give(loaded.pools)
+            likely = upcoming(batch) if upcoming is not None else None
+            if likely is not None and likely.entry is batch.entry:
+                loaded.inputs.place(likely)
             picks, candidates = self._read(loaded, batch, wanted, temperatures)
             logits = self._rows(loaded.logits_type, len(batch.rows)) if keep_logits else None
         except TlalocError as error:
@@ -168,10 +181,10 @@ class Runner:
             donated = frozenset(body.signature.aliases)
             execution = stack.enter_context(executable.execution(len(entry.inputs), donated, outputs))
             inputs = stack.enter_context(contextlib.closing(StepInputs(entry, self.client, execution)))
+            weights = [(i, self._weights[slot.name]) for i, slot in enumerate(entry.inputs) if slot.role == Role.WEIGHT]
+            execution.hold(*weights)
             for index, slot in enumerate(entry.inputs):
-                if slot.role == Role.WEIGHT:
-                    execution.bind(index, self._weights[slot.name])
-                elif slot.role in POOL_OUTPUT_OF:
+                if slot.role in POOL_OUTPUT_OF:
                     execution.bind(index, self.pools[slot.name])
             pools = tuple((output, self.pools[entry.inputs[source].name]) for source, output in entry.donation_pairs)
             logits = next(i for i, slot in enumerate(entry.outputs) if slot.role == Role.LOGITS)
@@ -192,17 +205,20 @@ class Runner:
             loaded.execution.wait()
             return nothing, nothing
         self._logits = loaded.execution.take(loaded.logits)
+        self._chosen = None
         if any(temperature is not None for temperature in temperatures):
             found = self._reader.candidates(self._logits, loaded.logits_type, temperatures)
-            ids: Sequence[int] = [item.ids[0] for item in found]
+            ids = [item.ids[0] for item in found]
             hot = tuple(item if heat is not None else None for item, heat in zip(found, temperatures, strict=True))
         else:
-            ids, hot = self._reader.greedy(self._logits, loaded.logits_type), nothing
-        for row, pick, want in zip(batch.rows, ids, wanted, strict=False):
-            if want and pick == NAN_ROW:
-                where = f"the logits of sequence {row.sequence} at position {row.end - 1}"
-                raise EngineBroken(batch.entry.id, f"{where} hold a NaN")
-        return tuple(pick if want else None for pick, want in zip(ids, wanted, strict=False)), hot
+            self._chosen, hot = self._reader.greedy(self._logits, loaded.logits_type), nothing
+            ids = self._chosen.ids
+        picks = tuple([pick if want else None for pick, want in zip(ids, wanted, strict=False)])
+        if NAN_ROW in picks:
+            row = batch.rows[picks.index(NAN_ROW)]
+            where = f"the logits of sequence {row.sequence} at position {row.end - 1}"
+            raise EngineBroken(batch.entry.id, f"{where} hold a NaN")
+        return picks, hot
 
     def _rows(self, kind: TensorType, count: int) -> tuple[Row, ...]:
         if self._logits is None:

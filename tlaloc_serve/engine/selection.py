@@ -16,9 +16,9 @@ NAN_ROW = -1
 
 
 def argmax_body(logits: TensorType) -> bytes:
-    """StableHLO for `logits [B, 1, V]` -> `i32 [B]`: the lowest index among the largest values of each row.
+    """StableHLO for `logits [B, 1, V]` -> `i32 [B, 1]`: the lowest index among the largest values of each row.
 
-    A row that holds a NaN gives `NAN_ROW`.
+    A row that holds a NaN gives `NAN_ROW`. The shape is that of a decode step's token ids.
     """
     text = _Text(logits)
     largest = text.spread(text.reduce("maximum", text.rows, text.constant("0xFF800000", "f32"), "f32"), "f32")
@@ -27,7 +27,8 @@ def argmax_body(logits: TensorType) -> bytes:
     bad = text.compare("NE", text.rows, text.rows)
     marked = text.select(bad, text.constants(NAN_ROW), ids)
     first = text.reduce("minimum", marked, text.constant(str(text.v), "i32"), "i32")
-    return text.module("", first, f"tensor<{text.b}xi32>")
+    column = text.add(f"stablehlo.reshape {first} : (tensor<{text.b}xi32>) -> tensor<{text.b}x1xi32>")
+    return text.module("", column, f"tensor<{text.b}x1xi32>")
 
 
 def candidates_body(logits: TensorType, count: int) -> bytes:

@@ -8,6 +8,7 @@ touch is pinned by the Buffer or Event that stands for that work, and let go whe
 from __future__ import annotations
 
 import ctypes
+import weakref
 from typing import TYPE_CHECKING
 
 from tlaloc_serve.errors import HandleClosed, PjrtError, PluginError, RequestError
@@ -17,6 +18,7 @@ from tlaloc_serve.pjrt.host import HostView, nbytes_of, row_major
 
 if TYPE_CHECKING:
     from tlaloc_serve.pjrt.client import Client
+    from tlaloc_serve.pjrt.execution import Execution
 
 
 class Event(Handle):
@@ -77,6 +79,8 @@ class Buffer(Handle):
     """An array on a device. `dtype` and `dims` describe it, `nbytes` is the size of its dense row-major host form."""
 
     kind = "buffers"
+    _moves = False  # whether executions give outputs to it
+    _holders: tuple[weakref.ref[Execution], ...] = ()  # the executions to tell when this is closed
 
     def __init__(self, client: Client, handle: int, dtype: str, dims: tuple[int, ...], host: Event | None = None):
         """Takes over `handle`; `host` is the done-with-host-memory event of a buffer made from host memory."""
@@ -194,6 +198,11 @@ class Buffer(Handle):
         if handle is None:
             return
         self._handle = self._spent = None
+        self._client._moves += self._moves
+        for holder in self._holders:
+            execution = holder()
+            if execution is not None:
+                execution._held_are_alive = False
         live["buffers"] -= 1
         try:
             self._client.plugin.call("PJRT_Buffer_Destroy", abi.PJRT_Buffer_Destroy_Args(buffer=handle))

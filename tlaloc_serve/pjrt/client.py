@@ -80,6 +80,7 @@ class Client(Handle):
         self.plugin = plugin
         self._children: weakref.WeakSet[Handle] = weakref.WeakSet()
         self._open_children = 0
+        self._moves = 0  # how often a buffer that executions give outputs to was given one, donated or closed
         self._abandoned = False
         self._transfers: list[Buffer] = []  # buffers whose host memory the plugin may still be reading
         values = _named_values(options or {})

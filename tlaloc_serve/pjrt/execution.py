@@ -1,6 +1,8 @@
 """The reusable argument block that runs a compiled program.
 
-Rules. An `Execution` is built once an entry: its C arrays live as long as it does and a step only writes pointers.
+Rules. An `Execution` is built once an entry: its C arrays live as long as it does and a step only writes the pointers
+of arguments that change. Between two steps a model's weights have emptied the caches, so each object that a step
+touches is fetched from memory: what can stay as it is, a step does not look at.
 Inputs it was told are donated are consumed by every run, failed or not; all others are listed as not donatable.
 Outputs belong to the execution until they are taken or given away; the next run destroys what is left.
 """
@@ -8,9 +10,8 @@ Outputs belong to the execution until they are taken or given away; the next run
 from __future__ import annotations
 
 import ctypes
-import operator
-import struct
-from collections.abc import Callable, Collection, Sequence
+import weakref
+from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING
 
 from tlaloc_serve.errors import HandleClosed, OutOfMemory, RequestError
@@ -22,8 +23,6 @@ from tlaloc_serve.pjrt.host import int64_array
 if TYPE_CHECKING:
     from tlaloc_serve.pjrt.client import Client
     from tlaloc_serve.pjrt.executable import Executable
-
-_handle_of: Callable[[object], int | None] = operator.attrgetter("_handle")
 
 
 class _Unbound:
@@ -57,7 +56,12 @@ class Execution(Handle):
         self._donated = sorted(set(donated))
         self._check(num_args)
         self._bound: list[Buffer | _Unbound] = [_UNBOUND] * num_args
-        self._pack = struct.Struct(f"{num_args}P").pack_into
+        self._moving = tuple(range(num_args))  # the arguments that are not held
+        self._held_are_alive = True
+        self._given: Sequence[tuple[int, Buffer]] = ()
+        self._given_arguments: tuple[int | None, ...] = ()
+        self._others = self._moving  # the moving arguments that are not given to
+        self._gave_at = -1  # the client's count of moves after this object's last `give`
         self._arguments = (ctypes.c_void_p * max(1, num_args))()
         self._outputs = (ctypes.c_void_p * max(1, len(outputs)))()  # NULL where somebody has taken the output
         self._all_taken = bytes(self._outputs)
@@ -78,8 +82,8 @@ class Execution(Handle):
             num_devices=1,
             num_args=num_args,
             output_lists=ctypes.addressof(self._lists) + abi.POINTER_SIZE,
-            device_complete_events=ctypes.addressof(self._complete),
         )
+        self._complete_address = ctypes.addressof(self._complete)
         self._args_address = ctypes.addressof(self._args)
         self._destroy_args = abi.PJRT_Buffer_Destroy_Args(struct_size=abi.struct_size(abi.PJRT_Buffer_Destroy_Args))
         self._destroy_address = ctypes.addressof(self._destroy_args)
@@ -111,37 +115,69 @@ class Execution(Handle):
 
     def bind(self, index: int, buffer: Buffer) -> None:
         """Use `buffer` as argument `index` from the next run on. A bound Buffer may get new contents in between."""
+        self._check_argument(index, buffer)
+        if index not in self._moving:
+            self._moving = tuple(sorted((*self._moving, index)))
+        elif index in self._others:
+            self._bound[index] = buffer
+            return
+        self._bound[index] = buffer
+        self._find_given()
+
+    def hold(self, *arguments: tuple[int, Buffer]) -> None:
+        """As `bind` for each (index, buffer), for buffers that keep their contents: a run does not look at them again.
+
+        A donated input cannot be held. Closing a held buffer makes the next run refuse, as with a bound one.
+        """
+        for index, buffer in arguments:
+            self._check_argument(index, buffer)
+            if index in self._donated:
+                raise RequestError(repr(self._executable), f"argument {index} is donated by every run", todo="bind it")
+            self._bound[index] = buffer
+            self._arguments[index] = buffer._alive()
+            buffer._holders = (*buffer._holders, weakref.ref(self))
+        held = {index for index, _ in arguments}
+        self._moving = tuple(index for index in self._moving if index not in held)
+        self._find_given()
+
+    def _check_argument(self, index: int, buffer: Buffer) -> None:
         if buffer._client is not self._client:
             raise RequestError(repr(self._executable), f"argument {index} is a buffer of another client")
         if not 0 <= index < len(self._bound):
             raise RequestError(repr(self._executable), "argument index", got=index, want=f"under {len(self._bound)}")
         buffer._alive()
-        self._bound[index] = buffer
 
-    def run(self) -> None:
-        """Execute with the bound buffers; the outputs may still be in flight when it returns (see `wait`).
+    def run(self, awaited: bool = True) -> None:
+        """Execute with the bound buffers; the outputs may still be in flight when it returns.
 
-        Raises HandleClosed, naming the argument, when one is unbound, closed or donated (nothing is run then), and
-        PjrtError when the plugin refuses or fails; the donated inputs are gone after that too.
+        `wait` waits for them after an `awaited` run; otherwise reading an output does. Raises HandleClosed, naming the
+        argument, when one is unbound, closed or donated (nothing is run then), and PjrtError when the plugin refuses or
+        fails; the donated inputs are gone after that too.
         """
         self._alive()
         self._drop_results()
-        try:
-            self._pack(self._arguments, 0, *map(_handle_of, self._bound))
-        except struct.error:
+        bound, arguments = self._bound, self._arguments
+        # What the last `give` wrote still stands in the arguments where no buffer has been given to or closed since.
+        moving = self._others if self._gave_at == self._client._moves else self._moving
+        handles = [bound[index]._handle for index in moving]
+        if None in handles or not self._held_are_alive:
             self._raise_dead_argument()
+        for index, handle in zip(moving, handles, strict=True):
+            arguments[index] = handle
+        self._args.device_complete_events = self._complete_address if awaited else None
         error = None
         try:
             error = self._execute(self._args_address)
         finally:  # an interrupt may arrive as the call returns
             for index in self._donated:
-                buffer = self._bound[index]
+                buffer = bound[index]
                 if isinstance(buffer, Buffer) and buffer._handle is not None:
                     buffer._spent = buffer._handle
                     buffer._handle = None
-            if not error and self._complete[0] is not None:
-                live["buffers"] += len(self._specs)
-                live["events"] += 1
+            self._client._moves += bool(self._donated)
+            if not error:
+                live["buffers"] += len(self._specs) if bytes(self._outputs) != self._all_taken else 0
+                live["events"] += self._complete[0] is not None
         if error:
             self._fail(error)
 
@@ -161,23 +197,48 @@ class Execution(Handle):
         live["buffers"] -= 1  # counted by run(); the Buffer counts it again
         return Buffer(self._client, handle, *self._specs[index])
 
-    def give(self, index: int, buffer: Buffer) -> None:
-        """Make output `index` of the last run the contents of `buffer`, and destroy what it had before.
+    def give(self, pairs: Sequence[tuple[int, Buffer]]) -> None:
+        """Make output `index` of the last run the contents of `buffer`, for each (index, buffer) of `pairs`.
 
-        So an array that is updated every step, a pool, stays one Buffer that stays bound.
+        What the buffer had before is destroyed. So an array that is updated every step, a pool, stays one Buffer that
+        stays bound. `pairs` is checked once: pass the same object every step, and do not change it.
         """
-        if buffer._spec != self._specs[index]:
-            raise RequestError(
-                repr(self._executable), f"output {index} given to {buffer!r}", want=f"a buffer of {self._specs[index]}"
-            )
-        old = buffer._handle if buffer._spent is None else buffer._spent
-        if old is None:
-            raise HandleClosed(repr(buffer), "given an output after close()")
-        buffer._handle = self._pull(index)
-        buffer._spent = None
-        self._destroy_buffer(old)
-        if buffer._host is not None:
-            buffer._release_host()
+        if pairs is not self._given:
+            self._check_given(pairs)
+        self._client._moves += 1
+        destroy, args, address = self._destroy, self._destroy_args, self._destroy_address
+        for (index, buffer), argument in zip(pairs, self._given_arguments, strict=True):
+            old = buffer._handle if buffer._spent is None else buffer._spent
+            if old is None:
+                raise HandleClosed(repr(buffer), "given an output after close()")
+            buffer._handle = self._pull(index)
+            buffer._spent = None
+            if argument is not None:
+                self._arguments[argument] = buffer._handle
+            args.buffer = old
+            live["buffers"] -= 1
+            error = destroy(address)
+            if error:
+                self._client.plugin.check("PJRT_Buffer_Destroy", error)
+            if buffer._host is not None:
+                buffer._release_host()
+        self._gave_at = self._client._moves
+
+    def _check_given(self, pairs: Sequence[tuple[int, Buffer]]) -> None:
+        for index, buffer in pairs:
+            if not 0 <= index < len(self._specs) or buffer._spec != self._specs[index]:
+                want = f"a buffer of {self._specs[index]}" if 0 <= index < len(self._specs) else "an output"
+                raise RequestError(repr(self._executable), f"output {index} given to {buffer!r}", want=want)
+            buffer._moves = True
+        self._given = pairs
+        self._find_given()
+
+    def _find_given(self) -> None:
+        """Which arguments are bound to the buffers that are given to."""
+        places = {id(buffer): index for index, buffer in enumerate(self._bound)}
+        self._given_arguments = tuple(places.get(id(buffer)) for _, buffer in self._given)
+        self._others = tuple(index for index in self._moving if index not in self._given_arguments)
+        self._gave_at = -1
 
     def _pull(self, index: int) -> int:
         """The handle of output `index`, which is no longer this object's to destroy."""
