@@ -6,9 +6,10 @@
 `copy`       an f32 safetensors checkpoint against `cp` of the same file, in turns, medians. `process` is the whole
              command with the start of the interpreter, `export` what the command itself counts. Before each of them
              stands a copy that does not count and is removed, so that both find free memory of the same kind (a
-             virtual machine's first touch of a page costs more than the copying). The ratios mean something only where
-             `cp` runs at the speed of memory (GB/s): a file that is too large for the kernel to hold back is written
-             at the disk's speed, by `cp` too
+             virtual machine's first touch of a page costs more than the copying), and an artifact is emptied, not
+             removed: ext4 passes by every file that was removed in the last minute when it makes a new one. The ratios
+             mean something only where `cp` runs at the speed of memory (GB/s): a file that is too large for the kernel
+             to hold back is written at the disk's speed, by `cp` too
 `gguf`       seconds for a GGUF file
 `tinyllama`  a random bf16 checkpoint of TinyLlama-1.1B's shape, made here (2.2 GB), to an f32 artifact (4.4 GB), which
              is then served for a few steps unless --no-serve
@@ -100,19 +101,22 @@ def make_checkpoint(folder: pathlib.Path, config: dict[str, Any], dtype: str) ->
     return len(header)
 
 
-def export(checkpoint: pathlib.Path, out: pathlib.Path, *options: str) -> dict[str, Any]:
-    """Run the export as a process of its own. Returns wall seconds, the facts it printed, and the peak memory."""
+def export(checkpoint: pathlib.Path, out: pathlib.Path, *options: str, watched: bool = True) -> dict[str, Any]:
+    """Run the export as a process of its own. Returns wall seconds, the facts it printed, and the peak memory, which
+    is only known where it was `watched`: that takes some of a core."""
     command = [sys.executable, str(HERE / "export.py"), "--checkpoint", str(checkpoint), "--out", str(out), "--json"]
     begin = time.perf_counter()
     process = subprocess.Popen([*command, *options], stdout=subprocess.PIPE, env=ENVIRONMENT)
     peaks: dict[str, int] = {}
     done = threading.Event()
     watcher = threading.Thread(target=watch, args=(process.pid, peaks, done))
-    watcher.start()
+    if watched:
+        watcher.start()
     output = process.communicate()[0]
     seconds = time.perf_counter() - begin
     done.set()
-    watcher.join()
+    if watched:
+        watcher.join()
     if process.returncode:
         raise SystemExit(f"the export of {checkpoint} failed")
     return {"seconds": seconds, "facts": json.loads(output), "peak_rss_mb": round(sum(peaks.values()) / 1024)}
@@ -166,16 +170,18 @@ def copy(source: pathlib.Path, target: pathlib.Path) -> float:
 def bench_copy(checkpoint: pathlib.Path, work: pathlib.Path, repeat: int) -> None:
     source = checkpoint / "model.safetensors"
     size = source.stat().st_size
+    options = ("--batch", "1", "--context", "64")
+    result = export(checkpoint, work / "artifact", *options)
     copies, exports, inner = [], [], []
-    result: dict[str, Any] = {}
-    for _ in range(repeat):
-        shutil.rmtree(work / "artifact", ignore_errors=True)
+    for turn in range(repeat):
         copy(source, work / "copy")
         copies.append(copy(source, work / "copy"))
         copy(source, work / "copy")
-        result = export(checkpoint, work / "artifact", "--batch", "1", "--context", "64")
-        exports.append(result["seconds"])
-        inner.append(result["facts"]["seconds"])
+        timed = export(checkpoint, work / f"artifact-{turn}", *options, watched=False)
+        exports.append(timed["seconds"])
+        inner.append(timed["facts"]["seconds"])
+        for path in weights(timed["facts"]):
+            os.truncate(path, 0)
     cp, whole, own = (size / MIB / statistics.median(times) for times in (copies, exports, inner))
     say("copy", mb=round(size / MIB), cp_mb_s=round(cp), export_mb_s=round(own), process_mb_s=round(whole),
         of_cp=round(own / cp, 2), process_of_cp=round(whole / cp, 2), **rss(result))  # fmt: skip

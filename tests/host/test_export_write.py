@@ -324,7 +324,7 @@ class Crash(Case):
             self.assertEqual(self.left(), [])
 
     def test_a_child_that_dies(self) -> None:
-        def killed(job: staging.Job) -> staging.Staged:
+        def killed(job: staging.Job, room: bytearray) -> staging.Staged:
             os.kill(os.getpid(), signal.SIGKILL)
             raise AssertionError
 

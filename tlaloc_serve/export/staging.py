@@ -61,8 +61,11 @@ class Staged:
     source_sha256: str
 
 
-def stage(job: Job) -> Staged:
-    """Write the weight file of `job`. Raises ExportError when a piece cannot be read or the file not be written."""
+def stage(job: Job, room: bytearray | None = None) -> Staged:
+    """Write the weight file of `job`. Raises ExportError when a piece cannot be read or the file not be written.
+
+    `room` is memory to read into, to be used for one job after the other: new memory costs more than a small job.
+    """
     copies = [piece.type_name.lower() == job.type.dtype and not piece.head_rows for piece in job.pieces]
     whole = hashlib.sha256()
     source = whole if all(copies) else hashlib.sha256()
@@ -74,7 +77,7 @@ def stage(job: Job) -> Staged:
     try:
         _reserve(job.path, target, job.type.byte_length)
         for piece, copied in zip(job.pieces, copies, strict=True):
-            for raw in _read(piece, COPY_BYTES if copied else CONVERT_BYTES):
+            for raw in _read(piece, COPY_BYTES if copied else CONVERT_BYTES, room):
                 if source is not whole:
                     source.update(raw)
                 for chunk in [raw] if copied else _convert(piece, raw, job.type.dtype):
@@ -106,14 +109,15 @@ def same_bytes(a: Piece, b: Piece) -> bool:
     return all(x == y for x, y in zip(_read(a, COPY_BYTES), _read(b, COPY_BYTES), strict=True))
 
 
-def _read(piece: Piece, about: int) -> Iterator[memoryview]:
+def _read(piece: Piece, about: int, room: bytearray | None = None) -> Iterator[memoryview]:
     """The piece's bytes in chunks of about so many; whole elements, and whole heads where their rows are interleaved.
 
     A chunk is valid until the next one is asked for.
     """
     unit = piece.head_rows * piece.row_bytes or _block_bytes(piece.type_name)
     size = max(1, about // unit) * unit
-    buffer = memoryview(bytearray(min(size, piece.byte_length)))
+    size = min(size, piece.byte_length)
+    buffer = memoryview(bytearray(size) if room is None or len(room) < size else room)[:size]
     try:
         source = os.open(piece.path, os.O_RDONLY)
     except OSError as error:

@@ -19,7 +19,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, NoReturn
 
 from tlaloc_serve.errors import ExportError
-from tlaloc_serve.export.staging import Job, Staged, stage
+from tlaloc_serve.export.staging import CONVERT_BYTES, COPY_BYTES, Job, Staged, stage
 
 if TYPE_CHECKING:
     from concurrent.futures import Future, ThreadPoolExecutor
@@ -153,18 +153,18 @@ def _serve(jobs: Sequence[Job], numbers: int, reports: int) -> NoReturn:
     try:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        said = time.monotonic()
+        said, room = time.monotonic(), bytearray(max(COPY_BYTES, CONVERT_BYTES))
         with open(reports, "wb") as target:
             while number := os.read(numbers, _NUMBER):
                 index = int.from_bytes(number, "little")
                 try:
-                    staged = stage(jobs[index])
+                    staged = stage(jobs[index], room)
                     report = [index, staged.sha256, staged.source_sha256]
                 except ExportError as error:
                     report = [index, error.where, str(error)[len(error.where) + 2 :], None]
                 target.write(json.dumps(report).encode("ascii") + b"\n")
                 if time.monotonic() - said >= _REPORT_SECONDS:
-                    said = time.monotonic()
+                    said, room = time.monotonic(), bytearray(max(COPY_BYTES, CONVERT_BYTES))
                     target.flush()
         status = 0
     finally:
