@@ -47,6 +47,7 @@ class Array:
     dtype: int
     dims: tuple[int, ...]
     deleted: bool = False
+    mutable: bool = False  # whether donation hands its host memory on
     host_event: dict[str, Any] | None = None  # of a zero-copy buffer: fires when the buffer is destroyed
 
 
@@ -308,12 +309,17 @@ class FakePjrt:
         if any(array.deleted for array in arrays):
             raise FakeError(abi.INVALID_ARGUMENT, "buffer has been deleted or donated")
         results = program.run([array.data for array in arrays])
-        for index in set(program.aliases) - set(self.non_donatable):
+        donated = set(program.aliases) - set(self.non_donatable)
+        for index in donated:
             arrays[index].deleted = True
         listed = ctypes.c_void_p.from_address(args.output_lists).value or 0
         slots = (ctypes.c_void_p * len(results)).from_address(listed)
         for index, (data, (dtype, dims)) in enumerate(zip(results, program.outputs, strict=True)):
-            slots[index] = self._new("buffer", Array(data, abi.DTYPES[dtype][0], dims))
+            array = Array(data, abi.DTYPES[dtype][0], dims)
+            source = program.aliases[index] if index < len(program.aliases) else None
+            if source in donated and arrays[source].mutable:  # its memory lives on in this output
+                array.host_event, array.mutable, arrays[source].host_event = arrays[source].host_event, True, None
+            slots[index] = self._new("buffer", array)
         if args.device_complete_events:
             error = self.errors["complete"].pop(0) if self.errors.get("complete") else None
             ctypes.c_void_p.from_address(args.device_complete_events).value = self._event(error=error)
@@ -324,7 +330,8 @@ class FakePjrt:
         self.semantics.append(args.host_buffer_semantics)
         args.done_with_host_buffer = self._event(ready=not self.slow_host)
         array = Array(ctypes.string_at(args.data, size), args.type, dims)
-        if args.host_buffer_semantics == abi.IMMUTABLE_ZERO_COPY:
+        if args.host_buffer_semantics in (abi.IMMUTABLE_ZERO_COPY, abi.MUTABLE_ZERO_COPY):
+            array.mutable = args.host_buffer_semantics == abi.MUTABLE_ZERO_COPY
             array.host_event = self._get(args.done_with_host_buffer, "event")
             array.host_event.update(ready=False, with_buffer=True)
         args.buffer = self._new("buffer", array)

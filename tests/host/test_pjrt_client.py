@@ -355,6 +355,33 @@ class BufferTest(Case):
         execution.give([(0, pool)])
         memory.append(0)
 
+    def test_donatable_memory_is_pinned_until_the_last_result_in_it_is_closed(self) -> None:
+        for closes_first in ("pool", "execution", "client"):
+            with self.subTest(closes_first):
+                fake, client = self.open()
+                memory = bytearray(floats(1, 2))
+                execution, _, _ = self.step(client)
+                pool = client.buffer_from_host(memory, *F2, zero_copy=True, donatable=True)
+                self.assertEqual(fake.semantics[-1], abi.MUTABLE_ZERO_COPY)
+                execution.bind(0, pool)
+                for _ in range(3):
+                    execution.run()
+                    execution.give([(0, pool)])
+                execution.run()  # and the result is still the execution's
+                client.take_back()
+                with self.assertRaises(BufferError):
+                    memory.append(0)
+                if closes_first == "client":
+                    client.close()
+                else:
+                    first, then = (pool, execution) if closes_first == "pool" else (execution, pool)
+                    first.close()
+                    then.close()
+                    client.take_back()
+                memory.append(0)
+                with self.assertRaisesRegex(RequestError, "writable"):
+                    self.open()[1].buffer_from_host(bytes(8), *F2, zero_copy=True, donatable=True)
+
 
 class ExecutionTest(Case):
     def test_outputs_are_taken_and_given(self) -> None:

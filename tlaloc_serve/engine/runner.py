@@ -84,6 +84,8 @@ class Runner:
         self._chosen = None
         self._reader.close()
         self._stack.close()
+        if not self.client.closed:
+            self.client.take_back()
         self.pools.clear()
         self._weights.clear()
         self._loaded.clear()
@@ -114,14 +116,16 @@ class Runner:
             self._staged = True
 
     def _make_pools(self) -> None:
+        """Pools of zeros. On a CPU client they are anonymous memory in place: a page costs when it is first used."""
         slots = [slot for slot in self.artifact.manifest.entries[0].inputs if slot.role in POOL_OUTPUT_OF]
-        # One anonymous mapping, zero without being written, is the source of every pool.
-        zeros = memoryview(mmap.mmap(-1, max(slot.type.byte_length for slot in slots)))
+        in_place = self.client.platform_name == "cpu"
         for slot in slots:
             if slot.name in self.pools:
                 continue
-            source = zeros[: slot.type.byte_length]
-            buffer = self.client.buffer_from_host(source, slot.type.dtype, slot.type.dims)
+            zeros = mmap.mmap(-1, slot.type.byte_length)
+            buffer = self.client.buffer_from_host(
+                zeros, slot.type.dtype, slot.type.dims, zero_copy=in_place, donatable=in_place
+            )
             self.pools[slot.name] = self._stack.enter_context(buffer)
 
     def step(

@@ -6,6 +6,7 @@ client and everything made from it. A program's bytes and options are handed ove
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import weakref
 from collections.abc import Mapping
@@ -83,6 +84,7 @@ class Client(Handle):
         self._moves = 0  # how often a buffer that executions give outputs to was given one, donated or closed
         self._abandoned = False
         self._transfers: list[Buffer] = []  # buffers whose host memory the plugin may still be reading
+        self._lent: list[tuple[int, HostView]] = []  # memory that donation hands on, and the event of its return
         values = _named_values(options or {})
         args = abi.PJRT_Client_Create_Args(create_options=ctypes.addressof(values), num_options=len(options or {}))
         plugin.call("PJRT_Client_Create", args)
@@ -171,16 +173,19 @@ class Client(Handle):
         *,
         device: Device | None = None,
         zero_copy: bool = False,
+        donatable: bool = False,
     ) -> Buffer:
         """A buffer on `device` (the first one by default) with the contents of `data`, dense and row-major.
 
         `data` is any C-contiguous buffer object of exactly the right size, read-only ones too. It must not change
         while the plugin may read it: with `zero_copy` until the buffer is closed (the plugin may then use that memory
         in place; CPU plugins do when it is aligned to 64 bytes, and copy it otherwise), without it until the transfer
-        is over. The object is pinned for as long. Raises RequestError for a wrong size or dtype, OutOfMemory.
+        is over. The object is pinned for as long. With `zero_copy` and `donatable` a program that the buffer is donated
+        to may also write its result there: the memory, which has to be writable, is the plugin's until the last such
+        result is closed, and is pinned until then. Raises RequestError for a wrong size or dtype, OutOfMemory.
         """
         code = element_type(dtype)[0]
-        view = HostView(data)
+        view = HostView(data, writable=zero_copy and donatable)
         if view.nbytes != nbytes_of(dtype, dims):
             raise RequestError(
                 "buffer_from_host",
@@ -189,7 +194,7 @@ class Client(Handle):
                 want=f"{nbytes_of(dtype, dims)}",
             )
         if zero_copy:
-            semantics = abi.IMMUTABLE_ZERO_COPY
+            semantics = abi.MUTABLE_ZERO_COPY if donatable else abi.IMMUTABLE_ZERO_COPY
         elif view.nbytes <= _COPY_DURING_CALL_BYTES:
             semantics = abi.IMMUTABLE_ONLY_DURING_CALL
         else:
@@ -207,6 +212,10 @@ class Client(Handle):
             self.plugin.call("PJRT_Client_BufferFromHostBuffer", args)
         except OutOfMemory as error:
             self.out_of_memory(error, view.nbytes)
+        if semantics == abi.MUTABLE_ZERO_COPY and args.done_with_host_buffer:
+            self._lent.append((args.done_with_host_buffer, view))
+            live["events"] += 1
+            return Buffer(self, args.buffer, dtype, dims)
         return self._keep_host(args, view, dtype, dims, zero_copy)
 
     def _keep_host(
@@ -226,6 +235,25 @@ class Client(Handle):
         if not zero_copy and not buffer._host_is_done():
             self._transfers.append(buffer)
         return buffer
+
+    def take_back(self, wait: bool = False) -> None:
+        """Let go of the memory of donatable zero-copy buffers that the plugin is done with; with `wait`, of all of it.
+
+        That is waited for when the client closes; before, only once every such buffer is closed.
+        """
+        kept = []
+        for event, view in self._lent:
+            ready = abi.PJRT_Event_IsReady_Args(event=event)
+            self.plugin.call("PJRT_Event_IsReady", ready)
+            if not (ready.is_ready or wait):
+                kept.append((event, view))
+                continue
+            with contextlib.suppress(PjrtError):  # failed work is finished work
+                self.plugin.call("PJRT_Event_Await", abi.PJRT_Event_Await_Args(event=event))
+            self.plugin.call("PJRT_Event_Destroy", abi.PJRT_Event_Destroy_Args(event=event))
+            live["events"] -= 1
+            view.release()
+        self._lent = kept
 
     def out_of_memory(self, error: OutOfMemory, asked: int | None = None) -> NoReturn:
         """Raise `error` again with what was asked for (bytes) and what the device says it has."""
@@ -258,6 +286,7 @@ class Client(Handle):
         self._transfers.clear()
         for child in sorted(self._children, key=lambda child: _CLOSING_ORDER.index(child.kind)):
             child.close()
+        self.take_back(wait=True)
         handle, self._handle = self._handle, None
         live["clients"] -= 1
         self.plugin.call("PJRT_Client_Destroy", abi.PJRT_Client_Destroy_Args(client=handle))
