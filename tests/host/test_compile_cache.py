@@ -19,7 +19,7 @@ from tlaloc_serve.engine.compiler import Compiler, encodings, writes_flat_pool
 from tlaloc_serve.engine.executables import ExecutableCache, Stored
 from tlaloc_serve.errors import PjrtError, RequestError
 from tlaloc_serve.pjrt import abi
-from tlaloc_serve.pjrt.client import Client
+from tlaloc_serve.pjrt.client import Client, live
 from tlaloc_serve.pjrt.library import file_state
 
 KEY, OTHER = "a" * 64, "b" * 64
@@ -351,6 +351,23 @@ class Compiling(OnFake):
     def test_the_second_start_loads(self) -> None:
         self.assertEqual(self.compile(), (False, []))
         self.assertEqual(self.compile(), (True, []))
+        self.assertNotIn("Client_Compile", self._calls())
+
+    def test_what_is_fetched_is_loaded_once_and_never_compiled(self) -> None:
+        with self.compiler() as compiler:
+            compiler.fetch(BODY)
+        self.assertFalse(self._calls() & {"Client_Compile", "Executable_DeserializeAndLoad"})
+        self.compile()
+        with self.compiler() as compiler:
+            compiler.fetch(BODY)
+            fetched = compiler.compile(BODY, "it")
+            self.assertEqual((fetched.compilation.cached, len(compiler.log)), (True, 1))
+            fetched.executable.close()
+            self.assertEqual(self.fake.calls.count("PJRT_Executable_DeserializeAndLoad"), 1)
+            compiler.fetch(BODY)  # and nobody asks for it
+            compiler.close()
+            compiler.close()
+            self.assertEqual(live["executables"], 0)
         self.assertNotIn("Client_Compile", self._calls())
 
     def test_what_makes_a_miss(self) -> None:

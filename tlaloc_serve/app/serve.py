@@ -1,6 +1,8 @@
 """Continue prompts with an artifact, on the first plugin that has a device.
 
-The artifact is checked before a plugin is looked for. With nothing to run on, a SKIP says where was looked.
+The artifact is checked before a plugin is looked for, and the request before anything is said about a plugin: neither
+can become a SKIP, which says where was looked when there is nothing to run on. Reading a tokenizer takes a tenth of a
+second of Python and loading a program as long of the plugin, so the two are done at the same time.
 A value that does not read as a number, ids or ID=VALUE is a usage error (2); one that reads but that no model, or this
 one, can take is refused (1).
 """
@@ -15,7 +17,7 @@ import pathlib
 import signal
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from types import FrameType
 
 from tlaloc_serve.app import report
@@ -36,7 +38,7 @@ from tlaloc_serve.engine.executables import ExecutableCache
 from tlaloc_serve.engine.generate import Engine, Finished, Staged, Step, Token
 from tlaloc_serve.engine.sampling import SamplingParams
 from tlaloc_serve.engine.scheduler import Reason, Scheduler
-from tlaloc_serve.errors import RequestError
+from tlaloc_serve.errors import RequestError, TlalocError
 from tlaloc_serve.pjrt.client import Client
 from tlaloc_serve.pjrt.platforms import PLATFORMS
 from tlaloc_serve.pjrt.preflight import NothingToRunOn, choose, redirect_stderr
@@ -110,17 +112,29 @@ def run(options: argparse.Namespace) -> int:
     artifact = open_artifact(directory, verify_weights=options.verify_weights)
     sampling = sampling_params(options, artifact.manifest.model.vocab_size)
     given = read_prompts(options.prompts) or _default_prompts(artifact, options.artifact is None)
-    text = open_text(artifact, about_text, _needs_text(options, given))
-    prompts = text.encode_all(given)
-    # A request that cannot run is an error whether or not this machine could run anything: never a SKIP.
-    Scheduler(artifact.manifest).check(prompts, options.max_new)
-    choice = choose(options.platform, options.plugin, options.preflight_timeout, log=options.plugin_log)
-    if isinstance(choice, NothingToRunOn):
-        return print_skip(choice, directory, options.json)
+    needs = _needs_text(options, given)
+
+    def read_request() -> tuple[Text, list[list[int]]]:
+        text = open_text(artifact, about_text, needs)
+        prompts = text.encode_all(given)
+        Scheduler(artifact.manifest).check(prompts, options.max_new)
+        return text, prompts
+
     with contextlib.ExitStack() as stack:
-        log = stack.enter_context(redirect_stderr(choice.path, log=options.plugin_log))
-        client = stack.enter_context(choice.open_client())
-        engine = stack.enter_context(Engine(artifact, client, compiler=compiler_for(client, options)))
+        try:
+            choice = choose(options.platform, options.plugin, options.preflight_timeout, log=options.plugin_log)
+            if isinstance(choice, NothingToRunOn):
+                read_request()
+                return print_skip(choice, directory, options.json)
+            log = stack.enter_context(redirect_stderr(choice.path, log=options.plugin_log))
+            client = stack.enter_context(choice.open_client())
+            engine = stack.enter_context(Engine(artifact, client, compiler=compiler_for(client, options)))
+        except TlalocError:
+            read_request()  # what is wrong with the request is wrong on every machine: that is told first
+            raise
+        request = _Meanwhile(read_request)
+        engine.fetch(len(given))
+        text, prompts = request.result()
         facts = {
             "runtime": report.runtime_facts(choice.path, client.plugin.api_version, options.platform, log or None),
             "artifact": report.artifact_facts(artifact, str(directory)),
@@ -131,6 +145,28 @@ def run(options: argparse.Namespace) -> int:
         stack.enter_context(_cancel_on_interrupt(engine))
         return _Run(engine, options, sampling, prompts, text, _streams(options, given)).show(facts)
     raise AssertionError("unreachable")
+
+
+class _Meanwhile:
+    """Runs `work` in a thread while this one waits for the plugin; `result` returns or raises what it did."""
+
+    def __init__(self, work: Callable[[], tuple[Text, list[list[int]]]]):
+        self._work = work
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            self._done = self._work()
+            self._error: BaseException | None = None
+        except BaseException as error:  # raised where it is waited for
+            self._error = error
+
+    def result(self) -> tuple[Text, list[list[int]]]:
+        self._thread.join()
+        if self._error is not None:
+            raise self._error
+        return self._done
 
 
 def _needs_text(options: argparse.Namespace, prompts: Sequence[Prompt]) -> str | None:

@@ -13,6 +13,7 @@ import re
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from tlaloc_serve.engine.executables import ExecutableCache, Stored
 from tlaloc_serve.engine.fingerprint import fingerprint
@@ -110,6 +111,14 @@ class Compiled:
     compilation: Compilation
 
 
+class _Fetched(NamedTuple):
+    """A program from the disk, the options it was compiled with, and what it took to load it."""
+
+    executable: Executable
+    options: dict[str, Value]
+    seconds: float
+
+
 class Compiler:
     """Compiles for one client, and remembers what it did: `log` in order, `warnings` each once.
 
@@ -125,6 +134,20 @@ class Compiler:
         self._fingerprint: str | None = None
         # By name and text of an option: which of its encodings to use, or None where the plugin has no such option.
         self._attempts: dict[tuple[str, str], int | None] = {}
+        self._fetched: dict[str, _Fetched] = {}
+
+    def close(self) -> None:
+        """Destroy what was fetched and never asked for; idempotent."""
+        while self._fetched:
+            self._fetched.popitem()[1].executable.close()
+
+    def fetch(self, body: bytes) -> None:
+        """Load the program of `body` from the disk, if it is there, for the `compile` that will ask for it."""
+        begin = time.perf_counter()
+        key = self._key(body, self._wanted(body)[0])
+        loaded = self._load(key) if key else None
+        if key and loaded:
+            self._fetched[key] = _Fetched(*loaded, time.perf_counter() - begin)
 
     def compile(self, body: bytes, what: str, source: str = "") -> Compiled:
         """The executable of `body`, from the disk where that is possible. `what` and `source` name it in messages.
@@ -134,9 +157,11 @@ class Compiler:
         begin = time.perf_counter()
         wanted, rows = self._wanted(body)
         key = self._key(body, wanted)
-        loaded = self._load(key) if key else None
+        fetched = self._fetched.pop(key, None) if key else None
+        loaded = fetched[:2] if fetched else self._load(key) if key else None
         if loaded is not None:
             executable, options = loaded
+            begin -= fetched.seconds if fetched else 0.0
         else:
             executable, options = self._compile(body, wanted, rows, f"{what} ({source})" if source else what)
             if key:

@@ -153,6 +153,13 @@ class Engine:
         """End every sequence of the run in progress at the next step boundary, with the reason `cancelled`."""
         self._cancelled.set()
 
+    def fetch(self, sequences: int) -> None:
+        """Load the decode entry that so many prompts are likely to need, if the compile cache has it.
+
+        The time goes into the plugin, so another thread can read a tokenizer meanwhile.
+        """
+        self._runner.fetch(self._scheduler.shortest_decode(sequences))
+
     def stage(self) -> Iterator[Staged]:
         """Put weights and pools on the device now; `generate` does it before the first step of the first run."""
         for done, total in self._runner.stage():

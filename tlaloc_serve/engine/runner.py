@@ -83,6 +83,7 @@ class Runner:
         self._drop_logits()
         self._chosen = None
         self._reader.close()
+        self.compiler.close()
         self._stack.close()
         if not self.client.closed:
             self.client.take_back()
@@ -94,6 +95,10 @@ class Runner:
     def pick_compiles(self) -> int:
         """How many selection programs were compiled; they are the runtime's own, not entries."""
         return self._reader.compiles
+
+    def fetch(self, entry: Entry) -> None:
+        """Load the executable of `entry` now if the disk has it; it takes a while in which no Python runs."""
+        self.compiler.fetch(self.artifact.body(entry).data)
 
     def stage(self) -> Iterator[tuple[int, int]]:
         """Put weights and zeroed pools on the device, once; yields (bytes staged, bytes in all) after each weight.

@@ -266,6 +266,10 @@ class Scheduler:
                 rows.append(self._row(sequence, count))
         return Batch(self._smallest(entries, len(rows), 0), tuple(rows)) if rows else None
 
+    def shortest_decode(self, sequences: int) -> Entry:
+        """The decode entry that so many sequences at once, or as many as run at once, begin with or soon reach."""
+        return self._smallest(self._decode, min(sequences, self.manifest.ladder.max_batch), 1)
+
     def upcoming(self, batch: Batch) -> Batch | None:
         """The decode step that follows the decode step `batch` if its rows go on; ids not known yet stand as 0.
 
