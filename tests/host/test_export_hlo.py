@@ -50,7 +50,7 @@ def model_of(config: ModelConfig, dtype: str) -> Model:
 def body(document: dict[str, object], kind: str, dtype: str = "f32", target: str = "generic", batch: int = 2) -> str:
     """The body of one entry of a model with this config; its signature is checked against the entry's."""
     config = read_config(document, "config.json")
-    weights = [(plan.name, plan.type) for plan in lay_out(config, config.num_layers, bool(config.tied), dtype)]
+    weights = [slot for plan in lay_out(config, config.num_layers, bool(config.tied), dtype) for slot in plan.slots]
     model, point = model_of(config, dtype), Point(kind, batch, 512, 1 if kind == "decode" else 512)
     slots = boundary(model, point, weights)
     text = llama_body(config, config.num_layers, 16, TARGETS[target], slots, point)

@@ -83,6 +83,9 @@ class Rows(unittest.TestCase):
     def test_f32_on_every_plugin(self) -> None:
         self.check("f32", 1e-4, cpu_plugins())
 
+    def test_int8_on_every_plugin(self) -> None:
+        self.check("int8", 1e-4, cpu_plugins())
+
     def test_bf16(self) -> None:
         # Another order of sums rounds some activations to the neighbouring bf16: a few units of 2^-8.
         self.check("bf16", 8 * 2.0**-8, cpu_plugins()[:1])

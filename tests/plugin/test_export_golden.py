@@ -26,6 +26,7 @@ from tlaloc_serve.engine.generate import Engine
 from tlaloc_serve.engine.scheduler import Scheduler
 from tlaloc_serve.export.checkpoint import open_checkpoint
 from tlaloc_serve.export.entries import Point
+from tlaloc_serve.export.layout import scale_name
 from tlaloc_serve.export.workers import core_count
 from tlaloc_serve.export.write import ExportOptions, export_checkpoint, export_reference, plan_export
 from tlaloc_serve.pjrt.platforms import open_client
@@ -222,6 +223,59 @@ class Golden(unittest.TestCase):
         sizes = [sum(path.stat().st_size for path in (exported("llama_bias", dtype) / "weights").iterdir())
                  for dtype in ("f32", "bf16")]  # fmt: skip
         self.assertLess(sizes[1], 0.51 * sizes[0])
+
+
+def dequantised(name: str) -> pathlib.Path:
+    """The f32 artifact of a checkpoint with the weights of its int8 artifact, each number times its row's scale."""
+    out = pathlib.Path(_folder.name, f"{name}-dequantised.artifact")
+    shutil.copytree(exported(name), out, copy_function=shutil.copyfile)
+    quantised = exported(name, "int8")
+    files = {row["name"]: row for row in load_json(quantised / "tlaloc-serving.json")["weights"]["table"]}
+    for row in load_json(out / "tlaloc-serving.json")["weights"]["table"]:
+        if files[row["name"]]["dtype"] != "i8":
+            continue
+        values = array("b", (quantised / files[row["name"]]["path"]).read_bytes())
+        factors = array("f", (quantised / files[scale_name(row["name"])]["path"]).read_bytes())
+        inner = row["dims"][1]
+        wide = array("f", [value * factors[place // inner] for place, value in enumerate(values)])
+        (out / row["path"]).write_bytes(wide.tobytes())
+    return out
+
+
+class Int8(unittest.TestCase):
+    """int8 is exact: the f32 model of the rounded weights, at every batch size, on every plugin."""
+
+    def check(self, name: str, plugins: Iterable[str]) -> None:
+        prompts = [case["prompt"] for case in cases(name)]
+        other = dequantised(name)
+        for plugin in plugins:
+            with engine_on(plugin, exported(name, "int8")) as engine, engine_on(plugin, other) as plain:
+                for tokens in (None, CHUNK):
+                    only(engine, tokens)
+                    only(plain, tokens)
+                    for batch in ([prompts[0]], prompts[:BATCH]):
+                        got, want = logits_of(engine, batch), logits_of(plain, batch)
+                        for number, (mine, theirs) in enumerate(zip(got, want, strict=True)):
+                            for step, (a, b) in enumerate(zip(mine, theirs, strict=True)):
+                                error = max(abs(x - y) for x, y in zip(a, b, strict=True)) / max(map(abs, b))
+                                with self.subTest(name=name, plugin=plugin, tokens=tokens, case=number, step=step):
+                                    self.assertLess(error, 1e-4)
+
+    def test_a_tied_model_on_every_plugin(self) -> None:
+        self.check("llama_mha_tied", cpu_plugins())
+
+    def test_biases_and_norms(self) -> None:
+        self.check("llama_bias", cpu_plugins()[:1])
+        self.check("qwen3", cpu_plugins()[:1])
+
+    def test_the_sizes_and_what_is_reported(self) -> None:
+        table = load_json(exported("llama_bias", "int8") / "tlaloc-serving.json")["weights"]["table"]
+        wide = load_json(exported("llama_bias") / "tlaloc-serving.json")["weights"]["table"]
+        size, whole = (sum(row["byteLength"] for row in rows) for rows in (table, wide))
+        self.assertLess(size, 0.3 * whole)
+        for row in table:
+            self.assertEqual("quantisationError" in row, row["dtype"] == "i8")
+            self.assertLess(row.get("quantisationError", 0.0), 0.02)
 
 
 class Reference(unittest.TestCase):

@@ -126,7 +126,8 @@ class Weight:
     """One row of the weight table: a file that is the operand, byte for byte.
 
     `source_sha256` is the hash of the sources' bytes, one range after the other, as they are in the checkpoint. Where
-    nothing was converted these are the bytes of the file, and the two hashes are the same.
+    nothing was converted these are the bytes of the file, and the two hashes are the same. `quantisation_error` of an
+    i8 weight is the root mean square of what quantising changed over that of the weight, over a sample of its rows.
     """
 
     name: str
@@ -136,6 +137,7 @@ class Weight:
     sha256: str
     sources: tuple[TensorSource, ...] = ()
     source_sha256: str | None = None
+    quantisation_error: float | None = None
 
 
 @dataclass(frozen=True)
@@ -341,6 +343,8 @@ def _weight_json(weight: Weight) -> dict[str, Any]:
         ]
     if weight.source_sha256 is not None:
         record["sourceSha256"] = weight.source_sha256
+    if weight.quantisation_error is not None:
+        record["quantisationError"] = weight.quantisation_error
     return record
 
 

@@ -96,6 +96,12 @@ class Record:
     def integers(self, key: str, least: int = 0) -> tuple[int, ...]:
         return tuple(self._integer(item, f"{key}[{i}]", least) for i, item in enumerate(self.items(key)))
 
+    def number(self, key: str) -> float:
+        value = self.get(key)
+        if not isinstance(value, int | float) or isinstance(value, bool) or not value >= 0:
+            self.refuse(key, "wrong type", got=_show(value), want="a number, at least 0")
+        return float(value)
+
     def flag(self, key: str) -> bool:
         value = self.get(key)
         if not isinstance(value, bool):
@@ -271,7 +277,8 @@ def _weight(record: Record) -> Weight:
         )
         if record.has("sources")
         else (),
-        source_sha256=record.sha256("sourceSha256") if record.has("sourceSha256") else None,
+        source_sha256=record.optional("sourceSha256", record.sha256),
+        quantisation_error=record.optional("quantisationError", record.number),
     )
 
 

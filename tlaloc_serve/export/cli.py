@@ -99,7 +99,9 @@ def _parser(default_root: str) -> argparse.ArgumentParser:
         metavar="N",
         help="pages of a KV pool (default: what the largest batch at the largest context needs, and the scratch page)",
     )
-    parser.add_argument("--weights", choices=WEIGHT_DTYPES, help="dtype of the matrices (default: f32)")
+    parser.add_argument(
+        "--weights", choices=tuple(WEIGHT_DTYPES), help="dtype of the matrices (default: f32); int8 has a scale a row"
+    )
     parser.add_argument(
         "--prefill-chunk",
         type=int,

@@ -44,13 +44,19 @@ class Part:
 class Planned:
     """One weight to write: its type, and the tensors whose rows it holds, in this order.
 
-    With `scales` it holds the scales of the rows of the i8 weight before it.
+    An i8 weight has a second one beside it, f32 [rows]: what each of its rows is multiplied by (`scale_name`).
     """
 
     name: str
     type: TensorType
     parts: tuple[Part, ...]
-    scales: bool = False
+
+    @property
+    def slots(self) -> tuple[tuple[str, TensorType], ...]:
+        """Name and type of each weight that this makes."""
+        if self.type.dtype != "i8":
+            return ((self.name, self.type),)
+        return (self.name, self.type), (scale_name(self.name), TensorType("f32", self.type.dims[:1]))
 
 
 def plan_weights(
@@ -69,12 +75,12 @@ def plan_weights(
 def lay_out(config: ModelConfig, layers: int, tied: bool, dtype: str) -> tuple[Planned, ...]:
     """The weight table that such a model has, whatever a checkpoint holds."""
     vocab = (config.vocab_size, config.hidden_size)
-    planned = _matrix("embedTokens", [Part(EMBED, vocab)], dtype)
+    planned = [_weight("embedTokens", [Part(EMBED, vocab)], dtype)]
     for layer in range(layers):
         planned += _layer(config, layer, dtype)
     planned.append(_weight("finalNorm", [Part(FINAL_NORM, (config.hidden_size,))], "f32"))
     if not tied:
-        planned += _matrix("lmHead", [Part(HEAD, vocab)], dtype)
+        planned.append(_weight("lmHead", [Part(HEAD, vocab)], dtype))
     return tuple(planned)
 
 
@@ -97,14 +103,6 @@ def _weight(name: str, parts: list[Part], dtype: str) -> Planned:
     return Planned(name, TensorType(dtype, dims), tuple(parts))
 
 
-def _matrix(name: str, parts: list[Part], dtype: str) -> list[Planned]:
-    matrix = _weight(name, parts, dtype)
-    if dtype != "i8":
-        return [matrix]
-    scales = TensorType("f32", matrix.type.dims[:1])
-    return [matrix, Planned(scale_name(name), scales, matrix.parts, scales=True)]
-
-
 def _layer(config: ModelConfig, layer: int, dtype: str) -> list[Planned]:
     prefix = f"model.layers.{layer}"
     hidden, wide, dim = config.hidden_size, config.intermediate_size, config.head_dim
@@ -112,27 +110,26 @@ def _layer(config: ModelConfig, layer: int, dtype: str) -> list[Planned]:
     qkv = [("q_proj", query), ("k_proj", kv), ("v_proj", kv)]
     gate_up = [("gate_proj", wide), ("up_proj", wide)]
 
-    def matrix(name: str, block: str, parts: list[tuple[str, int]], inner: int) -> list[Planned]:
+    def matrix(name: str, block: str, parts: list[tuple[str, int]], inner: int) -> Planned:
         rows = [Part(f"{prefix}.{block}.{part}.weight", (size, inner)) for part, size in parts]
-        return _matrix(f"{name}{layer}", rows, dtype)
+        return _weight(f"{name}{layer}", rows, dtype)
 
     def vector(name: str, parts: list[tuple[str, int]]) -> Planned:
         return _weight(f"{name}{layer}", [Part(f"{prefix}.{part}", (size,)) for part, size in parts], "f32")
 
-    planned = [vector("inputNorm", [("input_layernorm.weight", hidden)])]
-    planned += matrix("qkvProj", "self_attn", qkv, hidden)
+    planned = [vector("inputNorm", [("input_layernorm.weight", hidden)]), matrix("qkvProj", "self_attn", qkv, hidden)]
     if config.qkv_bias:
         planned.append(vector("qkvBias", [(f"self_attn.{part}.bias", size) for part, size in qkv]))
     if config.qk_norm:
         planned += [vector(f"{x}Norm", [(f"self_attn.{x}_norm.weight", dim)]) for x in ("q", "k")]
-    planned += matrix("oProj", "self_attn", [("o_proj", hidden)], query)
+    planned.append(matrix("oProj", "self_attn", [("o_proj", hidden)], query))
     if config.output_bias:
         planned.append(vector("oBias", [("self_attn.o_proj.bias", hidden)]))
     planned.append(vector("postAttnNorm", [("post_attention_layernorm.weight", hidden)]))
-    planned += matrix("gateUpProj", "mlp", gate_up, hidden)
+    planned.append(matrix("gateUpProj", "mlp", gate_up, hidden))
     if config.mlp_bias:
         planned.append(vector("gateUpBias", [(f"mlp.{part}.bias", size) for part, size in gate_up]))
-    planned += matrix("downProj", "mlp", [("down_proj", hidden)], wide)
+    planned.append(matrix("downProj", "mlp", [("down_proj", hidden)], wide))
     if config.mlp_bias:
         planned.append(vector("downBias", [("mlp.down_proj.bias", hidden)]))
     return planned

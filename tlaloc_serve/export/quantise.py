@@ -6,10 +6,11 @@ symmetric round-to-nearest quantisation, without data. A row of zeros has the sc
 
 from __future__ import annotations
 
+import math
 from array import array
 from typing import NamedTuple
 
-from tlaloc_serve.errors import ExportError
+from tlaloc_serve.export import floats
 
 _LARGEST = 127
 # 1.5 * 2^23: an f32 of this size has no fraction, so that adding it rounds to an integer, which is then the low byte
@@ -24,14 +25,14 @@ class Quantised(NamedTuple):
     `error` and `power` are the sums of (w - q * scale)^2 and of w^2 over the first row, as a sample.
     """
 
-    values: bytes
+    values: bytearray
     scales: bytes
     error: float
     power: float
 
 
-def quantise_rows(data: bytes | bytearray | memoryview, inner: int) -> Quantised:
-    """f32 [rows, inner], little-endian bytes, to i8. Raises ExportError for a number that is not finite."""
+def quantise_rows(data: floats.Bytes, inner: int) -> Quantised | None:
+    """f32 [rows, inner], little-endian bytes, to i8; None where a number is not finite."""
     numbers = array("f", bytes(data))
     values, scales = bytearray(), array("f")
     for start in range(0, len(numbers), inner):
@@ -42,9 +43,10 @@ def quantise_rows(data: bytes | bytearray | memoryview, inner: int) -> Quantised
         turn = 1.0 / scale if scale else 0.0
         shifted = array("f", [number * turn + _ROUND for number in row]).tobytes()
         if shifted[3::4].count(_ROUND_HIGH) != inner:
-            raise ExportError("weight", "a number that is not finite cannot be quantised")
+            return None
         values += shifted[0::4]
     first = numbers[:inner].tolist()
     rounded = array("b", bytes(values[:inner])).tolist()
-    error = sum([(number - q * scales[0]) ** 2 for number, q in zip(first, rounded, strict=True)])
-    return Quantised(bytes(values), scales.tobytes(), error, sum([number * number for number in first]))
+    # Summed exactly: `sum` gives other digits on some Pythons than on others.
+    error = math.fsum([(number - q * scales[0]) ** 2 for number, q in zip(first, rounded, strict=True)])
+    return Quantised(values, scales.tobytes(), error, math.fsum([number * number for number in first]))

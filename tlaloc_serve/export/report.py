@@ -30,7 +30,7 @@ def export_facts(manifest: Manifest, out: str, seconds: float, source: str, laye
         "numBlocks": model.num_blocks,
         "blockSize": model.block_size,
         "weights": {"source": source, "dtype": model.dtype, "files": len(manifest.weights),
-                    "bytes": manifest.weight_bytes()},
+                    "bytes": manifest.weight_bytes(), "quantisation": _quantisation(manifest)},
         "target": manifest.exporter.target if manifest.exporter else None,
         "batch": list(ladder.batch),
         "context": list(ladder.context),
@@ -48,6 +48,15 @@ def export_facts(manifest: Manifest, out: str, seconds: float, source: str, laye
         },
         "serve": f"python3 serve.py --artifact {out}",
     }  # fmt: skip
+
+
+def _quantisation(manifest: Manifest) -> Facts | None:
+    """What quantising changed, in parts of the weights' own size; None where nothing is quantised."""
+    errors = {w.name: w.quantisation_error for w in manifest.weights if w.quantisation_error is not None}
+    if not errors:
+        return None
+    worst = max(errors, key=lambda name: errors[name])
+    return {"medianError": sorted(errors.values())[len(errors) // 2], "largestError": errors[worst], "weight": worst}
 
 
 def _inventory(folder: pathlib.Path) -> list[Facts]:
@@ -72,6 +81,11 @@ def export_lines(facts: Facts) -> Iterator[str]:
     yield _line("", f"{facts['heads']} heads / {facts['kvHeads']} kv-heads x headDim {facts['headDim']}")
     yield _line("KV pool", f"{facts['numBlocks']} pages x blockSize {facts['blockSize']}")
     yield _line("weights", facts["weights"]["source"])
+    if facts["weights"]["quantisation"]:
+        median, largest = (facts["weights"]["quantisation"][key] for key in ("medianError", "largestError"))
+        worst = facts["weights"]["quantisation"]["weight"]
+        text = f"a scale a row; rounding is {median:.2%} of a matrix (RMS, median), at most {largest:.2%} ({worst})"
+        yield _line("", text)
     yield _line("target", facts["target"])
     batch, context = (_numbers(facts[key]) for key in ("batch", "context"))
     ladder = f"batch {batch} x context {context}, blockSize {facts['blockSize']}"

@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import errno
 import hashlib
+import math
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from tlaloc_serve.artifact.manifest import TensorType
 from tlaloc_serve.artifact.writer import write_failure
@@ -46,60 +48,122 @@ class Piece:
 
 @dataclass(frozen=True)
 class Job:
-    """A weight file to write: the rows of the pieces, one after the other, as `type`."""
+    """A weight file to write: the rows of the pieces, one after the other, as `type`.
+
+    An i8 weight is quantised, and the scales of its rows go to a file of their own, `scales_path`.
+    """
 
     path: str
     type: TensorType
     pieces: tuple[Piece, ...]
+    scales_path: str = ""
 
 
-@dataclass(frozen=True)
-class Staged:
-    """What `stage` wrote: the file's hash, and the hash of the pieces' bytes as they were read, one after the other."""
+class Staged(NamedTuple):
+    """What `stage` wrote: the file's hash, and the hash of the pieces' bytes as they were read, one after the other.
+
+    Of an i8 weight also the hash of the scales, and the root mean square of what quantising changed over that of the
+    weight itself, over a sample of rows.
+    """
 
     sha256: str
     source_sha256: str
+    scales_sha256: str = ""
+    error: float = 0.0
 
 
 def stage(job: Job, room: bytearray | None = None) -> Staged:
-    """Write the weight file of `job`. Raises ExportError when a piece cannot be read or the file not be written.
+    """Write the file, or the two files, of `job`. Raises ExportError when a piece cannot be read or a file not written.
 
     `room` is memory to read into, to be used for one job after the other: new memory costs more than a small job.
     """
+    if job.scales_path:
+        return _stage_quantised(job, room)
     copies = [piece.type_name.lower() == job.type.dtype and not piece.head_rows for piece in job.pieces]
-    whole = hashlib.sha256()
-    source = whole if all(copies) else hashlib.sha256()
-    written = 0
-    try:
-        target = os.open(job.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
-    except OSError as error:
-        raise write_failure(job.path, error) from None
-    try:
-        _reserve(job.path, target, job.type.byte_length)
+    with _Target(job.path, job.type.byte_length) as target:
+        source = target.hash if all(copies) else hashlib.sha256()
         for piece, copied in zip(job.pieces, copies, strict=True):
             for raw in _read(piece, COPY_BYTES if copied else CONVERT_BYTES, room):
-                if source is not whole:
+                if source is not target.hash:
                     source.update(raw)
                 for chunk in [raw] if copied else _convert(piece, raw, job.type.dtype):
-                    whole.update(chunk)
-                    written += _write(job.path, target, chunk)
-    finally:
-        os.close(target)
-    if written != job.type.byte_length:
-        raise ExportError(job.path, "the pieces are not the weight", got=f"{written} bytes", want=job.type.byte_length)
-    return Staged(whole.hexdigest(), source.hexdigest())
+                    target.write(chunk)
+    return Staged(target.hash.hexdigest(), source.hexdigest())
 
 
-def _reserve(path: str, target: int, size: int) -> None:
-    """Have the disk set the file's space aside, where it can: writing is then a tenth faster, and a full disk is met
-    before the work."""
-    if not hasattr(os, "posix_fallocate"):
-        return
-    try:
-        os.posix_fallocate(target, 0, size)
-    except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+def _stage_quantised(job: Job, room: bytearray | None) -> Staged:
+    from tlaloc_serve.export.quantise import quantise_rows
+
+    source, scales = hashlib.sha256(), bytearray()
+    error = power = 0.0
+    with _Target(job.path, job.type.byte_length) as target:
+        for piece in job.pieces:
+            for raw in _read(piece, CONVERT_BYTES, room, whole_rows=True):
+                source.update(raw)
+                found = quantise_rows(b"".join(_convert(piece, raw, "f32")), job.type.dims[1])
+                if found is None:
+                    raise ExportError(
+                        f"{piece.path}: {piece.tensor}",
+                        "a number is not finite, so that its row cannot be quantised",
+                        todo="export with --weights f32 or bf16",
+                    )
+                target.write(found.values)
+                scales += found.scales
+                error += found.error
+                power += found.power
+    with _Target(job.scales_path, len(scales)) as second:
+        second.write(scales)
+    relative = math.sqrt(error / power) if power else 0.0
+    return Staged(target.hash.hexdigest(), source.hexdigest(), second.hash.hexdigest(), relative)
+
+
+class _Target:
+    """A new file of `size` bytes, written from the front and hashed on the way."""
+
+    def __init__(self, path: str, size: int):
+        self.hash = hashlib.sha256()
+        self._path, self._size, self._written = path, size, 0
+        try:
+            self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
+        except OSError as error:
             raise write_failure(path, error) from None
+
+    def __enter__(self) -> _Target:
+        try:
+            self._reserve()
+        except BaseException:
+            os.close(self._file)
+            raise
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        os.close(self._file)
+        if kind is None and self._written != self._size:
+            got = f"{self._written} bytes"
+            raise ExportError(self._path, "the pieces are not the weight", got=got, want=self._size)
+
+    def _reserve(self) -> None:
+        """Have the disk set the file's space aside, where it can: writing is then a tenth faster, and a full disk is
+        met before the work."""
+        if not hasattr(os, "posix_fallocate"):
+            return
+        try:
+            os.posix_fallocate(self._file, 0, self._size)
+        except OSError as error:
+            if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+                raise write_failure(self._path, error) from None
+
+    def write(self, chunk: floats.Bytes) -> None:
+        """Write all of `chunk`. A full disk is met as a short write first."""
+        self.hash.update(chunk)
+        view = memoryview(chunk)
+        done = 0
+        try:
+            while done < len(view):
+                done += os.write(self._file, view[done:])
+        except OSError as error:
+            raise write_failure(self._path, error) from None
+        self._written += done
 
 
 def same_bytes(a: Piece, b: Piece) -> bool:
@@ -109,12 +173,13 @@ def same_bytes(a: Piece, b: Piece) -> bool:
     return all(x == y for x, y in zip(_read(a, COPY_BYTES), _read(b, COPY_BYTES), strict=True))
 
 
-def _read(piece: Piece, about: int, room: bytearray | None = None) -> Iterator[memoryview]:
-    """The piece's bytes in chunks of about so many; whole elements, and whole heads where their rows are interleaved.
+def _read(piece: Piece, about: int, room: bytearray | None = None, *, whole_rows: bool = False) -> Iterator[memoryview]:
+    """The piece's bytes in chunks of about so many; whole elements, or whole rows, and whole heads where their rows are
+    interleaved.
 
     A chunk is valid until the next one is asked for.
     """
-    unit = piece.head_rows * piece.row_bytes or _block_bytes(piece.type_name)
+    unit = piece.head_rows * piece.row_bytes or (piece.row_bytes if whole_rows else _block_bytes(piece.type_name))
     size = max(1, about // unit) * unit
     size = min(size, piece.byte_length)
     buffer = memoryview(bytearray(size) if room is None or len(room) < size else room)[:size]
@@ -162,15 +227,3 @@ def _convert(piece: Piece, raw: memoryview, dtype: str) -> Iterator[floats.Bytes
         from tlaloc_serve.export.dequantise import dequantise
 
         yield from dequantise(piece.type_name, data, dtype)
-
-
-def _write(path: str, target: int, chunk: floats.Bytes) -> int:
-    """Write all of `chunk`. A full disk is met as a short write first."""
-    view = memoryview(chunk)
-    done = 0
-    try:
-        while done < len(view):
-            done += os.write(target, view[done:])
-    except OSError as error:
-        raise write_failure(path, error) from None
-    return done

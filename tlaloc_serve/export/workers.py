@@ -125,11 +125,11 @@ class Workers:
                 if lines is None:
                     del working[ready]
                 for line in lines or ():
-                    index, *result = json.loads(line)
-                    if len(result) != 2:
-                        raise ExportError(*result[:2])
+                    index, staged, error = json.loads(line)
+                    if error is not None:
+                        raise ExportError(*error)
                     left.remove(index)
-                    yield index, Staged(*result)
+                    yield index, Staged(*staged)
             if left and not working:
                 raise ExportError(self._jobs[min(left)].path, "the process that wrote this weight ended")
 
@@ -148,7 +148,7 @@ def _may_fork() -> bool:
 
 
 def _serve(jobs: Sequence[Job], numbers: int, reports: int) -> NoReturn:
-    """A child's life. A report is [index, sha256, source sha256], or [index, where, what, null] of an ExportError."""
+    """A child's life. A report is [index, Staged, null], or [index, null, [where, what]] of an ExportError."""
     status = 1
     try:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -158,13 +158,12 @@ def _serve(jobs: Sequence[Job], numbers: int, reports: int) -> NoReturn:
             while number := os.read(numbers, _NUMBER):
                 index = int.from_bytes(number, "little")
                 try:
-                    staged = stage(jobs[index], room)
-                    report = [index, staged.sha256, staged.source_sha256]
+                    report: list[object] = [index, stage(jobs[index], room), None]
                 except ExportError as error:
-                    report = [index, error.where, str(error)[len(error.where) + 2 :], None]
+                    report = [index, None, [error.where, str(error)[len(error.where) + 2 :]]]
                 target.write(json.dumps(report).encode("ascii") + b"\n")
                 if time.monotonic() - said >= _REPORT_SECONDS:
-                    said, room = time.monotonic(), bytearray(max(COPY_BYTES, CONVERT_BYTES))
+                    said = time.monotonic()
                     target.flush()
         status = 0
     finally:

@@ -8,6 +8,7 @@ and options give the same bytes, whatever the machine, the time and the Python.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import os
 import pathlib
@@ -47,7 +48,7 @@ DEFAULT_CONTEXTS = (64, 128, 256, 512)
 DEFAULT_BLOCK_SIZE = 16
 # Scores of a prefill call take heads x tokens x context numbers a layer: more tokens a call would cost gigabytes.
 DEFAULT_PREFILL_CHUNK = 512
-WEIGHT_DTYPES = ("f32", "bf16")
+WEIGHT_DTYPES = {"f32": "f32", "bf16": "bf16", "int8": "i8"}
 _WEIGHTS = "weights"  # the folder
 _SPARE_BYTES = 16 << 20  # of disk, for bodies and manifest
 
@@ -108,7 +109,8 @@ def plan_export(checkpoint: Checkpoint, options: ExportOptions) -> Plan:
             got=num_blocks,
             want=f"at least {1 + blocks}",
         )
-    weights = plan_weights(config, layers, checkpoint.tensors, options.weights, checkpoint.where)
+    dtype = WEIGHT_DTYPES[options.weights]
+    weights = plan_weights(config, layers, checkpoint.tensors, dtype, checkpoint.where)
     check_pieces(checkpoint, [part.tensor for weight in weights for part in weight.parts])
     model = Model(
         vocab_size=config.vocab_size,
@@ -119,7 +121,7 @@ def plan_export(checkpoint: Checkpoint, options: ExportOptions) -> Plan:
         num_layers=layers,
         num_blocks=num_blocks,
         block_size=ladder.block_size,
-        dtype=options.weights,
+        dtype=dtype,
         kv_dtype="f32",
         kv_pool_dims=(num_blocks, ladder.block_size, config.num_kv_heads, config.head_dim),
     )
@@ -160,13 +162,13 @@ def export_checkpoint(plan: Plan, out: str, progress: Progress | None = None) ->
     """
     checkpoint, model = plan.checkpoint, plan.model
     check_destination(pathlib.Path(os.path.realpath(out)))
-    _check_space(out, sum(weight.type.byte_length for weight in plan.weights))
+    types = [slot for weight in plan.weights for slot in weight.slots]
+    _check_space(out, sum(tensor.byte_length for _, tensor in types))
     report = progress or (lambda done, total: None)
     with ArtifactWriter(out) as writer:
         jobs = _jobs(writer, plan)
         with Workers(jobs, core_count()) as workers:
             frontend = _write_frontend(writer, checkpoint)
-            types = [(weight.name, weight.type) for weight in plan.weights]
             graph = partial(llama_body, checkpoint.config, model.num_layers, model.block_size, plan.target)
             bodies = [_write_body(writer, model, point, types, graph) for point in plan.points]
             table = _weight_table(plan, jobs, _collect(jobs, workers, report))
@@ -206,14 +208,12 @@ def _check_space(out: str, needed: int) -> None:
 def _jobs(writer: ArtifactWriter, plan: Plan) -> list[Job]:
     writer.make_folder(_WEIGHTS)
     tensors = plan.checkpoint.tensors
-    return [
-        Job(
-            os.path.join(writer.folder, _WEIGHTS, f"{index:04d}_{weight.name}.bin"),
-            weight.type,
-            tuple(tensors[part.tensor] for part in weight.parts),
-        )
-        for index, weight in enumerate(plan.weights)
-    ]
+    numbers = itertools.count()
+    jobs = []
+    for weight in plan.weights:
+        paths = [os.path.join(writer.folder, _WEIGHTS, f"{next(numbers):04d}_{name}.bin") for name, _ in weight.slots]
+        jobs.append(Job(paths[0], weight.type, tuple(tensors[part.tensor] for part in weight.parts), *paths[1:]))
+    return jobs
 
 
 def _collect(jobs: Sequence[Job], workers: Workers, progress: Progress) -> dict[int, Staged]:
@@ -235,10 +235,12 @@ def _weight_table(plan: Plan, jobs: Sequence[Job], results: dict[int, Staged]) -
             TensorSource(os.path.basename(piece.path), piece.tensor, piece.offset, piece.byte_length)
             for piece in job.pieces
         )
-        path = f"{_WEIGHTS}/{os.path.basename(job.path)}"
-        size = planned.type.byte_length
         staged = results[index]
-        table.append(Weight(planned.name, path, planned.type, size, staged.sha256, sources, staged.source_sha256))
+        files = ((job.path, staged.sha256), (job.scales_path, staged.scales_sha256))
+        for (name, tensor), (path, sha256) in zip(planned.slots, files, strict=False):
+            error = float(f"{staged.error:.3g}") if tensor.dtype == "i8" else None
+            path = f"{_WEIGHTS}/{os.path.basename(path)}"
+            table.append(Weight(name, path, tensor, tensor.byte_length, sha256, sources, staged.source_sha256, error))
     return tuple(table)
 
 
