@@ -353,22 +353,31 @@ class Compiling(OnFake):
         self.assertEqual(self.compile(), (True, []))
         self.assertNotIn("Client_Compile", self._calls())
 
-    def test_what_is_fetched_is_loaded_once_and_never_compiled(self) -> None:
+    def test_what_is_loaded_ahead_is_loaded_once_and_never_compiled(self) -> None:
         with self.compiler() as compiler:
-            compiler.fetch(BODY)
+            self.assertIsNone(compiler.find(BODY))
         self.assertFalse(self._calls() & {"Client_Compile", "Executable_DeserializeAndLoad"})
         self.compile()
         with self.compiler() as compiler:
-            compiler.fetch(BODY)
-            fetched = compiler.compile(BODY, "it")
-            self.assertEqual((fetched.compilation.cached, len(compiler.log)), (True, 1))
-            fetched.executable.close()
+            load = compiler.find(BODY)
+            assert load is not None
+            self.assertNotIn("Executable_DeserializeAndLoad", self._calls())
+            load()
+            loaded = compiler.compile(BODY, "it")
+            self.assertEqual((loaded.compilation.cached, len(compiler.log)), (True, 1))
+            loaded.executable.close()
             self.assertEqual(self.fake.calls.count("PJRT_Executable_DeserializeAndLoad"), 1)
-            compiler.fetch(BODY)  # and nobody asks for it
+            load()  # and nobody asks for it
             compiler.close()
             compiler.close()
             self.assertEqual(live["executables"], 0)
         self.assertNotIn("Client_Compile", self._calls())
+        self.fake.errors["PJRT_Executable_DeserializeAndLoad"] = [(13, "not mine")]
+        with self.compiler() as compiler:
+            load = compiler.find(BODY)
+            assert load is not None
+            load()
+            self.assertIsNone(compiler.find(BODY))  # what the plugin does not load is removed
 
     def test_what_makes_a_miss(self) -> None:
         self.compile()

@@ -9,6 +9,7 @@ import shutil
 import tempfile
 import unittest
 from typing import Any
+from unittest import mock
 
 from tests.support import shared
 from tlaloc_serve.artifact.store import Artifact, open_artifact
@@ -135,6 +136,22 @@ class Store(unittest.TestCase):
         self.weight().write_bytes(b"short")
         with self.assertRaisesRegex(ArtifactError, "wrong size"):
             artifact.map_weight(artifact.manifest.weights[3])
+
+    def test_weights_mapped_ahead(self) -> None:
+        artifact = open_artifact(self.root)
+        weight = artifact.manifest.weights[3]
+        artifact.map_ahead()
+        first, second = artifact.map_weight(weight), artifact.map_weight(weight)
+        self.assertIsNot(first, second)
+        for data in (first, second):
+            with data:
+                self.assertEqual(bytes(data), self.weight().read_bytes())
+        self.weight().write_bytes(b"short")
+        with self.assertRaisesRegex(ArtifactError, "wrong size"):
+            artifact.map_ahead()
+        sizes = {"SC_PAGE_SIZE": 4096, "SC_PHYS_PAGES": artifact.manifest.weight_bytes() * 2 // 4096 - 1}
+        with mock.patch("os.sysconf", sizes.__getitem__):
+            artifact.map_ahead()  # more than half of the memory: nothing is mapped, so nothing is found short
 
     def test_paths_that_leave_the_directory(self) -> None:
         target = self.outside / "secret.bin"

@@ -132,8 +132,10 @@ def run(options: argparse.Namespace) -> int:
         except TlalocError:
             read_request()  # what is wrong with the request is wrong on every machine: that is told first
             raise
-        request = _Meanwhile(read_request)
-        engine.fetch(len(given))
+        load = engine.find(len(given))  # before there is another thread: it would have to wait for that one
+        request = _Meanwhile(read_request, artifact.map_ahead if engine.platform == "cpu" else None)
+        if load is not None:
+            load()
         text, prompts = request.result()
         facts = {
             "runtime": report.runtime_facts(choice.path, client.plugin.api_version, options.platform, log or None),
@@ -148,16 +150,18 @@ def run(options: argparse.Namespace) -> int:
 
 
 class _Meanwhile:
-    """Runs `work` in a thread while this one waits for the plugin; `result` returns or raises what it did."""
+    """Runs `work`, then `more`, in a thread while this one waits for the plugin; `result` is that of `work`."""
 
-    def __init__(self, work: Callable[[], tuple[Text, list[list[int]]]]):
-        self._work = work
+    def __init__(self, work: Callable[[], tuple[Text, list[list[int]]]], more: Callable[[], None] | None):
+        self._work, self._more = work, more
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
 
     def _run(self) -> None:
         try:
             self._done = self._work()
+            if self._more is not None:
+                self._more()
             self._error: BaseException | None = None
         except BaseException as error:  # raised where it is waited for
             self._error = error

@@ -9,6 +9,7 @@ the parts agree with each other.
 from __future__ import annotations
 
 import json
+import marshal
 import re
 from collections.abc import Callable, Mapping
 from typing import Any, NoReturn, TypeVar
@@ -165,7 +166,7 @@ def parse_manifest(data: bytes, source: str) -> Manifest:
     schema = _schema(top)
     weights = top.record("weights")
     table = tuple(_weight(record) for record in weights.records("table")) if weights.has("table") else ()
-    slots: dict[str, Slot] = {}
+    slots: dict[bytes, Slot] = {}
     manifest = Manifest(
         schema=schema,
         model_name=top.text("modelName"),
@@ -282,7 +283,7 @@ def _weight(record: Record) -> Weight:
     )
 
 
-def _entry(record: Record, slots: dict[str, Slot]) -> Entry:
+def _entry(record: Record, slots: dict[bytes, Slot]) -> Entry:
     kind = record.text("kind")
     if kind not in (Kind.DECODE, Kind.PREFILL):
         record.refuse("kind", "unknown kind", got=_show(kind), want="decode or prefill")
@@ -308,13 +309,13 @@ def _entry(record: Record, slots: dict[str, Slot]) -> Entry:
     )
 
 
-def _slot(value: object, entry: Record, key: str, known: dict[str, Slot]) -> Slot:
-    """One slot. `known` has those read before by their text: every entry repeats the same weights and pools."""
-    text = _text_of(value)
-    slot = known.get(text)
+def _slot(value: object, entry: Record, key: str, known: dict[bytes, Slot]) -> Slot:
+    """One slot. `known` has those read before by their bytes: every entry repeats the same weights and pools."""
+    same = _bytes_of(value)
+    slot = known.get(same)
     if slot is None:
         record = Record(value, entry.source, entry.at(key))
-        slot = known[text] = Slot(record.text("name"), record.text("role"), parse_type(record.record("type")))
+        slot = known[same] = Slot(record.text("name"), record.text("role"), parse_type(record.record("type")))
     return slot
 
 
@@ -325,22 +326,22 @@ def parse_type(record: Record) -> TensorType:
 
 def _types(record: Record, key: str) -> tuple[TensorType, ...]:
     """A list of types, each distinct one read once."""
-    known: dict[str, TensorType] = {}
+    known: dict[bytes, TensorType] = {}
     found = []
     for i, value in enumerate(record.items(key)):
-        text = _text_of(value)
-        if text not in known:
-            known[text] = parse_type(Record(value, record.source, record.at(f"{key}[{i}]")))
-        found.append(known[text])
+        same = _bytes_of(value)
+        if same not in known:
+            known[same] = parse_type(Record(value, record.source, record.at(f"{key}[{i}]")))
+        found.append(known[same])
     return tuple(found)
 
 
-def _text_of(value: object) -> str:
-    """A text that two JSON values share only when they are the same; `==` would call true and 1 the same."""
+def _bytes_of(value: Any) -> bytes:
+    """Bytes that two JSON values share only when they are the same; `==` would call true and 1 the same."""
     try:
-        return repr(value)
-    except RecursionError:
-        return f"nested too deep, {id(value)}"
+        return marshal.dumps(value, 2)  # the version before objects that are shared look different
+    except ValueError:
+        return b"nested too deep, %d" % id(value)
 
 
 def _frontend(record: Record) -> Frontend:

@@ -7,6 +7,7 @@ memory, in the page cache.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import mmap
 import os
@@ -21,6 +22,9 @@ from tlaloc_serve.errors import ArtifactError
 
 # A manifest or a body larger than this is not one: the largest real ones are a few MB.
 _MAX_TEXT_BYTES = 1 << 30
+
+
+_MADV_POPULATE_READ = 22  # of Linux's <asm-generic/mman-common.h>
 
 
 @dataclass(frozen=True)
@@ -48,13 +52,28 @@ class Artifact:
         self.tokenizer = tokenizer
         self.weights_verified = weights_verified
         self._bodies = bodies
+        self._mapped: dict[str, mmap.mmap] = {}
 
     def body(self, entry: Entry) -> Body:
         return self._bodies[entry.body_hash]
 
     def map_weight(self, weight: Weight) -> mmap.mmap:
         """The weight's bytes, mapped read-only and page-aligned. Raises ArtifactError if the file changed since."""
-        return _map(self.root, weight, f"weights.table {weight.name}")
+        return self._mapped.pop(weight.name, None) or _map(self.root, weight, f"weights.table {weight.name}")
+
+    def map_ahead(self) -> None:
+        """Map every weight for the `map_weight` to come, with its pages entered into the page table where Linux can.
+
+        So the first step does not meet each page with a fault. Left out where the weights are more than half of this
+        machine's memory, since pages would go as others come.
+        """
+        if 2 * self.manifest.weight_bytes() > os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"):
+            return
+        for weight in self.manifest.weights:
+            data = self.map_weight(weight)
+            with contextlib.suppress(OSError):  # before Linux 5.14
+                data.madvise(_MADV_POPULATE_READ)
+            self._mapped[weight.name] = data
 
 
 def open_artifact(path: str | os.PathLike[str], *, verify_weights: bool = False) -> Artifact:

@@ -8,6 +8,7 @@ under a key that covers everything it depends on; one that the plugin does not l
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import re
 import time
@@ -35,6 +36,7 @@ _WIDENING = re.compile(rb"stablehlo\.convert %[\w#]+ : \(tensor<\d+x\d+xi8>\) ->
 _SCATTER = re.compile(rb'"?stablehlo\.scatter"?\s*\((%[\w$.]+)\s*,')
 
 
+@functools.lru_cache(maxsize=4)
 def writes_flat_pool(body: bytes) -> bool:
     """Whether `body` (textual StableHLO) updates a KV pool through `reshape, scatter, reshape back`."""
     written = set(_SCATTER.findall(body))
@@ -45,6 +47,7 @@ def writes_flat_pool(body: bytes) -> bool:
     )
 
 
+@functools.lru_cache(maxsize=4)
 def widens_weights(body: bytes) -> bool:
     """Whether `body` widens i8 matrices to f32."""
     return _WIDENING.search(body) is not None
@@ -141,13 +144,25 @@ class Compiler:
         while self._fetched:
             self._fetched.popitem()[1].executable.close()
 
-    def fetch(self, body: bytes) -> None:
-        """Load the program of `body` from the disk, if it is there, for the `compile` that will ask for it."""
+    def find(self, body: bytes) -> Callable[[], None] | None:
+        """What loads the program of `body` for the `compile` that will ask for it; None where the disk has none.
+
+        The loading is the plugin's work, during which another thread can run Python.
+        """
         begin = time.perf_counter()
         key = self._key(body, self._wanted(body)[0])
-        loaded = self._load(key) if key else None
-        if key and loaded:
-            self._fetched[key] = _Fetched(*loaded, time.perf_counter() - begin)
+        stored = self._cache.load(key) if self._cache is not None and key else None
+        if key is None or stored is None:
+            return None
+        searched = time.perf_counter() - begin
+
+        def load() -> None:
+            begin = time.perf_counter() - searched
+            loaded = self._deserialize(key, stored)
+            if loaded is not None:
+                self._fetched[key] = _Fetched(*loaded, time.perf_counter() - begin)
+
+        return load
 
     def compile(self, body: bytes, what: str, source: str = "") -> Compiled:
         """The executable of `body`, from the disk where that is possible. `what` and `source` name it in messages.
@@ -242,12 +257,14 @@ class Compiler:
 
     def _load(self, key: str) -> tuple[Executable, dict[str, Value]] | None:
         stored = self._cache.load(key) if self._cache is not None else None
-        if self._cache is None or stored is None:
-            return None
+        return None if stored is None else self._deserialize(key, stored)
+
+    def _deserialize(self, key: str, stored: Stored) -> tuple[Executable, dict[str, Value]] | None:
         try:
             return self._client.deserialize(stored.payload), dict(stored.facts["options"])
         except (PjrtError, PluginError):
-            self._cache.discard(key)
+            if self._cache is not None:
+                self._cache.discard(key)
             return None
 
     def _store(self, key: str, executable: Executable, options: Mapping[str, Value]) -> None:

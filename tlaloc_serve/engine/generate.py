@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from types import TracebackType
@@ -153,12 +153,13 @@ class Engine:
         """End every sequence of the run in progress at the next step boundary, with the reason `cancelled`."""
         self._cancelled.set()
 
-    def fetch(self, sequences: int) -> None:
-        """Load the decode entry that so many prompts are likely to need, if the compile cache has it.
+    def find(self, sequences: int) -> Callable[[], None] | None:
+        """What loads the decode entry that so many prompts are likely to need; None where the compile cache has it not.
 
-        The time goes into the plugin, so another thread can read a tokenizer meanwhile.
+        Calling it ahead of `generate` is worth while where another thread has work for that time: it is spent in the
+        plugin, without the interpreter lock.
         """
-        self._runner.fetch(self._scheduler.shortest_decode(sequences))
+        return self._runner.find(self._scheduler.shortest_decode(sequences))
 
     def stage(self) -> Iterator[Staged]:
         """Put weights and pools on the device now; `generate` does it before the first step of the first run."""

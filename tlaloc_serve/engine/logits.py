@@ -54,7 +54,7 @@ class LogitsReader:
         buffer = execution.take(0)
         self._chosen = Chosen(buffer, [])
         memory.read(buffer)
-        self._chosen.ids.extend(memoryview(memory.memory).cast("B").cast("i"))
+        self._chosen.ids.extend(memory.data.cast("i"))
         return self._chosen
 
     def forget(self) -> None:
@@ -74,8 +74,7 @@ class LogitsReader:
             execution.run(awaited=False)
             with execution.take(0) as buffer:
                 memory.read(buffer)
-        data = memoryview(memory.memory).cast("B")
-        ints, floats = data.cast("i"), data.cast("f")
+        ints, floats = memory.data.cast("i"), memory.data.cast("f")
         count = min(CANDIDATES, vocab)
         found = []
         for number in range(len(temperatures)):

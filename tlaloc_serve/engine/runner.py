@@ -96,9 +96,9 @@ class Runner:
         """How many selection programs were compiled; they are the runtime's own, not entries."""
         return self._reader.compiles
 
-    def fetch(self, entry: Entry) -> None:
-        """Load the executable of `entry` now if the disk has it; it takes a while in which no Python runs."""
-        self.compiler.fetch(self.artifact.body(entry).data)
+    def find(self, entry: Entry) -> Callable[[], None] | None:
+        """What loads the executable of `entry` ahead of its first step; None where the disk does not have it."""
+        return self.compiler.find(self.artifact.body(entry).data)
 
     def stage(self) -> Iterator[tuple[int, int]]:
         """Put weights and zeroed pools on the device, once; yields (bytes staged, bytes in all) after each weight.

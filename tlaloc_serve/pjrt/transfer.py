@@ -70,10 +70,11 @@ class Upload:
 
 
 class Download:
-    """Host memory of `dtype` and `dims`, which `read` fills from a buffer."""
+    """Host memory of `dtype` and `dims`, which `read` fills from a buffer; `data` is a view of its bytes."""
 
     def __init__(self, client: Client, dtype: str, dims: tuple[int, ...]):
         self.memory = (ctypes.c_char * max(1, nbytes_of(dtype, dims)))()
+        self.data = memoryview(self.memory).cast("B")
         self._check = client.plugin.check
         self._layout = row_major(len(dims))
         self._args = abi.PJRT_Buffer_ToHostBuffer_Args(
