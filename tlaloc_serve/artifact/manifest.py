@@ -7,6 +7,7 @@ a field and its key can be found from each other. Every length is in tokens unle
 from __future__ import annotations
 
 import functools
+import json
 import math
 from dataclasses import dataclass, field
 from typing import Any
@@ -64,6 +65,10 @@ class TensorType:
     @property
     def byte_length(self) -> int:
         return math.prod(self.dims) * DTYPE_BYTES[self.dtype]
+
+    @functools.cached_property
+    def json_text(self) -> str:
+        return json.dumps(_type_json(self), separators=(",", ":"))
 
     def __str__(self) -> str:
         return f"{self.dtype}[{','.join(map(str, self.dims))}]"
@@ -283,17 +288,18 @@ class Manifest:
         return document
 
 
-def program_json(entry: Entry) -> dict[str, Any]:
-    """The description of one entry that goes to `programs/<id>.json`."""
-    return {
-        "name": entry.id,
-        "inputs": [_type_json(slot.type) for slot in entry.inputs],
-        "outputs": [_type_json(slot.type) for slot in entry.outputs],
-        "meshRequirement": "single-device",
-        "bodyHash": entry.body_hash,
-        "shardingSpec": [],
-        "backendMatrix": [],
-    }
+def program_bytes(entry: Entry) -> bytes:
+    """The file `programs/<id>.json`, the description of one entry. A reader compares it, so it is put together fast."""
+    text = (
+        f'{{"name":{json.dumps(entry.id)},"inputs":{_types_text(entry.inputs)},"outputs":{_types_text(entry.outputs)}'
+        f',"meshRequirement":"single-device","bodyHash":{json.dumps(entry.body_hash)}'
+        ',"shardingSpec":[],"backendMatrix":[]}'
+    )
+    return text.encode("ascii")
+
+
+def _types_text(slots: tuple[Slot, ...]) -> str:
+    return "[" + ",".join([slot.type.json_text for slot in slots]) + "]"
 
 
 def _type_json(tensor: TensorType) -> dict[str, Any]:

@@ -28,7 +28,7 @@ from tlaloc_serve.artifact.manifest import (
     TensorType,
     TokenizerFile,
     Weight,
-    program_json,
+    program_bytes,
 )
 from tlaloc_serve.artifact.writer import ArtifactWriter, check_destination
 from tlaloc_serve.errors import ExportError
@@ -288,7 +288,7 @@ def _write_programs(
     entries = []
     for body in bodies:
         entry = make_entry(model, model_hash, body.point, body.slots, body.sha256)
-        writer.write(entry.program_path, json.dumps(program_json(entry), separators=(",", ":")).encode("ascii"))
+        writer.write(entry.program_path, program_bytes(entry))
         entries.append(entry)
     return tuple(entries)
 

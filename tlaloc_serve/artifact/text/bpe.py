@@ -203,7 +203,9 @@ def _read_vocab(component: Component) -> dict[str, int]:
     vocab = component.fields.get("vocab")
     if not isinstance(vocab, dict):
         raise component.refuse("field 'vocab'", got=type(vocab).__name__, want="an object of token: id")
-    for token, number in vocab.items():
+    ids = vocab.values()
+    fine = set(map(type, ids)) <= {int} and (not vocab or (min(ids) >= 0 and max(ids) < 1 << 31))
+    for token, number in () if fine else vocab.items():
         if type(number) is not int or not 0 <= number < 1 << 31:
             raise component.refuse(f"id of token {token!r}", got=repr(number), want="an integer from 0 to 2^31 - 1")
     if len(set(vocab.values())) != len(vocab):
