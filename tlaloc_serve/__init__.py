@@ -44,6 +44,7 @@ def open(
 
     `platform` is auto, cuda, rocm, tpu or cpu; `plugin` names the plugin file. The artifact is checked before a plugin
     is looked for. `preflight_timeout` bounds, in seconds, the child process that opens a plugin the first time.
+    With `verify_weights` the weights are staged now and hashed on the way.
     Compiled programs are kept below the user's cache folder and used again, unless `compile_cache` is False.
     `xla_options` are XLA debug options by name, their values as text.
 
@@ -57,11 +58,17 @@ def open(
     from tlaloc_serve.errors import PluginError
     from tlaloc_serve.pjrt.preflight import NothingToRunOn, choose
 
-    artifact = open_artifact(path, verify_weights=verify_weights)
+    artifact = open_artifact(path)
     choice = choose(platform, plugin, preflight_timeout)
     if isinstance(choice, NothingToRunOn):
         raise PluginError(f"platform {platform}", f"nothing to run on\n{choice.text}")
     with contextlib.ExitStack() as stack:
         client = stack.enter_context(choice.open_client())
         compiler = Compiler(client, xla_options, ExecutableCache.of_user(os.environ) if compile_cache else None)
-        return Engine(artifact, client, stack.pop_all(), compiler=compiler)
+        engine = Engine(artifact, client, stack.pop_all(), compiler=compiler, verify_weights=verify_weights)
+        stack.enter_context(engine)
+        if verify_weights:
+            for _ in engine.stage():
+                pass
+        stack.pop_all()
+        return engine

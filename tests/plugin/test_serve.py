@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pathlib
+import shutil
 import signal
 import subprocess
 import sys
@@ -14,8 +15,10 @@ from typing import Any
 
 import tlaloc_serve
 from tests.support import REPO, cpu_plugins, load_json, shared
-from tlaloc_serve.engine.generate import Finished
-from tlaloc_serve.errors import ArtifactError
+from tlaloc_serve.artifact.store import open_artifact
+from tlaloc_serve.engine.generate import Engine, Finished
+from tlaloc_serve.errors import ArtifactError, EngineBroken
+from tlaloc_serve.pjrt.platforms import open_client
 
 
 class Serve(unittest.TestCase):
@@ -81,6 +84,30 @@ class Serve(unittest.TestCase):
         self.assertEqual(facts["run"]["compiles"], 2)
         self.assertEqual({step["entry"] for step in facts["run"]["steps"]}, {"decode_b2_c2", "decode_b1_c4"})
         self.assertTrue(facts["artifact"]["weights"]["hashesVerified"])
+
+    def test_a_damaged_weight_is_found_while_it_is_staged_and_nothing_runs(self) -> None:
+        with tempfile.TemporaryDirectory() as name:
+            copy = pathlib.Path(name, "artifact")
+            shutil.copytree(self.artifact("window-v3"), copy, copy_function=shutil.copyfile)
+            weight = copy / "weights" / "0003_kProj0.bin"
+            data = bytearray(weight.read_bytes())
+            data[7] ^= 1
+            weight.chmod(0o644)
+            weight.write_bytes(data)
+            arguments = ("--artifact", str(copy), "--prompt", "35", "--max-new", "1")
+            self.assertIn("--verify-weights checks hashes", self.serve(*arguments).stdout)
+            for more in ((), ("--plugin", cpu_plugins()[-1])):
+                result = self.serve(*arguments, "--verify-weights", *more, code=1)
+                self.assertRegex(result.stderr, "0003_kProj0.bin.*not the ones that were exported")
+                self.assertNotIn("step 0", result.stdout)
+            with self.assertRaisesRegex(ArtifactError, "not the ones that were exported"):
+                tlaloc_serve.open(copy, plugin=cpu_plugins()[0], verify_weights=True)
+            client = open_client(cpu_plugins()[0], "cpu", os.environ)
+            with client, Engine(open_artifact(copy), client, verify_weights=True) as engine:
+                with self.assertRaises(ArtifactError):
+                    list(engine.generate([[35]], 1))
+                with self.assertRaisesRegex(EngineBroken, "not the ones that were exported"):
+                    list(engine.generate([[35]], 1))
 
     def test_auto_finds_the_cpu_plugin_and_the_log_is_kept_off_the_screen(self) -> None:
         result = self.serve("--artifact", self.artifact("window-v3"), "--prompt", "35", "--max-new", "3")

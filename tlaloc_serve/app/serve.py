@@ -51,7 +51,7 @@ _REFERENCE_PROMPT = [1, 2]
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--artifact", metavar="DIR", help="the directory an export wrote (default: the reference under examples/)")
-    add("--verify-weights", action="store_true", help="hash every weight file, not just the bodies")
+    add("--verify-weights", action="store_true", help="hash every weight file as it is staged, not just the bodies")
     add("--json", action="store_true", help="print the same facts as one JSON object on stdout")
     add(
         "--stream",
@@ -109,7 +109,7 @@ def compiler_for(client: Client, options: argparse.Namespace) -> Compiler:
 def run(options: argparse.Namespace) -> int:
     about_text = text_options(options)
     directory = artifact_directory(options.artifact)
-    artifact = open_artifact(directory, verify_weights=options.verify_weights)
+    artifact = open_artifact(directory)
     sampling = sampling_params(options, artifact.manifest.model.vocab_size)
     given = read_prompts(options.prompts) or _default_prompts(artifact, options.artifact is None)
     needs = _needs_text(options, given)
@@ -124,11 +124,15 @@ def run(options: argparse.Namespace) -> int:
         try:
             choice = choose(options.platform, options.plugin, options.preflight_timeout, log=options.plugin_log)
             if isinstance(choice, NothingToRunOn):
+                if options.verify_weights:
+                    artifact.check_weights()
                 read_request()
                 return print_skip(choice, directory, options.json)
             log = stack.enter_context(redirect_stderr(choice.path, log=options.plugin_log))
             client = stack.enter_context(choice.open_client())
-            engine = stack.enter_context(Engine(artifact, client, compiler=compiler_for(client, options)))
+            engine = stack.enter_context(
+                Engine(artifact, client, compiler=compiler_for(client, options), verify_weights=options.verify_weights)
+            )
         except TlalocError:
             read_request()  # what is wrong with the request is wrong on every machine: that is told first
             raise
@@ -137,6 +141,8 @@ def run(options: argparse.Namespace) -> int:
         if load is not None:
             load()
         text, prompts = request.result()
+        if options.verify_weights:  # the report says that it was done, so it is done before
+            _show_staging(engine)
         facts = {
             "runtime": report.runtime_facts(choice.path, client.plugin.api_version, options.platform, log or None),
             "artifact": report.artifact_facts(artifact, str(directory)),
@@ -147,6 +153,13 @@ def run(options: argparse.Namespace) -> int:
         stack.enter_context(_cancel_on_interrupt(engine))
         return _Run(engine, options, sampling, prompts, text, _streams(options, given)).show(facts)
     raise AssertionError("unreachable")
+
+
+def _show_staging(engine: Engine) -> None:
+    progress = Progress()
+    for event in engine.stage():
+        progress.show(event.done, event.total)
+    progress.clear()
 
 
 class _Meanwhile:

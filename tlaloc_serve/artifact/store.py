@@ -37,7 +37,10 @@ class Body:
 
 
 class Artifact:
-    """An opened artifact. Holds the bodies in memory and no file open; `map_weight` maps one weight at a time."""
+    """An opened artifact. Holds the bodies in memory and no file open; `map_weight` maps one weight at a time.
+
+    `weights_verified` says whether the hash of every weight was found right.
+    """
 
     def __init__(
         self,
@@ -45,12 +48,11 @@ class Artifact:
         manifest: Manifest,
         bodies: dict[str, Body],
         tokenizer: bytes | None,
-        weights_verified: bool,
     ):
         self.root = root
         self.manifest = manifest
         self.tokenizer = tokenizer
-        self.weights_verified = weights_verified
+        self.weights_verified = False
         self._bodies = bodies
         self._mapped: dict[str, mmap.mmap] = {}
 
@@ -60,6 +62,32 @@ class Artifact:
     def map_weight(self, weight: Weight) -> mmap.mmap:
         """The weight's bytes, mapped read-only and page-aligned. Raises ArtifactError if the file changed since."""
         return self._mapped.pop(weight.name, None) or _map(self.root, weight, f"weights.table {weight.name}")
+
+    def check_weight(self, weight: Weight, data: mmap.mmap) -> None:
+        """Hash the mapped bytes of a weight, without the interpreter lock. Raises ArtifactError for another hash."""
+        digest = hashlib.sha256(data).hexdigest()
+        if digest != weight.sha256:
+            raise ArtifactError(
+                self.root / weight.path,
+                weight.name,
+                "its bytes are not the ones that were exported",
+                got=f"SHA-256 {digest}",
+                want=weight.sha256,
+                todo="copy or export the artifact again",
+            )
+
+    def check_weights(self) -> None:
+        """Hash every weight. Raises the first one's ArtifactError."""
+        from concurrent.futures import ThreadPoolExecutor  # 15 ms that most starts need not spend
+
+        def check(weight: Weight) -> None:
+            with _map(self.root, weight, f"weights.table {weight.name}") as data:
+                self.check_weight(weight, data)
+
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
+            for _ in pool.map(check, self.manifest.weights):
+                pass
+        self.weights_verified = True
 
     def map_ahead(self) -> None:
         """Map every weight for the `map_weight` to come, with its pages entered into the page table where Linux can.
@@ -106,9 +134,10 @@ def open_artifact(path: str | os.PathLike[str], *, verify_weights: bool = False)
         tokenizer = _read(root, file.path, "frontend.tokenizer", file.sha256, source, file.byte_length)
     for index, weight in enumerate(manifest.weights):
         _check_size(_locate(root, weight.path, f"weights.table[{index}].path", source), weight)
+    artifact = Artifact(root, manifest, bodies, tokenizer)
     if verify_weights:
-        _verify_weights(root, manifest)
-    return Artifact(root, manifest, bodies, tokenizer, verify_weights)
+        artifact.check_weights()
+    return artifact
 
 
 def _locate(root: pathlib.Path, relative: str, field: str, source: str) -> pathlib.Path:
@@ -226,24 +255,3 @@ def _map(root: pathlib.Path, weight: Weight, field: str) -> mmap.mmap:
             return mmap.mmap(file.fileno(), weight.byte_length, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ)
     except OSError as error:
         raise ArtifactError(path, weight.name, f"cannot be mapped: {error.strerror}") from None
-
-
-def _verify_weights(root: pathlib.Path, manifest: Manifest) -> None:
-    import concurrent.futures  # 15 ms that a start without --verify-weights need not spend
-
-    def verify(weight: Weight) -> None:
-        with _map(root, weight, f"weights.table {weight.name}") as data:
-            digest = hashlib.sha256(data).hexdigest()  # releases the GIL: two threads hash on two cores
-        if digest != weight.sha256:
-            raise ArtifactError(
-                root / weight.path,
-                weight.name,
-                "its bytes are not the ones that were exported",
-                got=f"SHA-256 {digest}",
-                want=weight.sha256,
-                todo="copy or export the artifact again",
-            )
-
-    with concurrent.futures.ThreadPoolExecutor(max_workers=os.cpu_count()) as pool:
-        for _ in pool.map(verify, manifest.weights):
-            pass

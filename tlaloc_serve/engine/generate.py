@@ -111,7 +111,8 @@ def _median(values: Seq[float]) -> float:
 class Engine:
     """An artifact on a client, ready to generate. Made by `tlaloc_serve.open`; a context manager.
 
-    `report` holds the facts of the last run. One thread at a time may use an engine; `cancel` may come from any.
+    `report` holds the facts of the last run. One thread at a time may use an engine; `cancel` may come from any. With
+    `verify_weights` each weight is hashed as it is staged; one with another hash raises ArtifactError then.
     """
 
     def __init__(
@@ -121,6 +122,7 @@ class Engine:
         resources: contextlib.ExitStack | None = None,
         *,
         compiler: Compiler | None = None,
+        verify_weights: bool = False,
     ):
         self.artifact = artifact
         self.client = client
@@ -129,7 +131,9 @@ class Engine:
         self._cancelled = threading.Event()
         self._stopped: set[int] = set()
         with resources or contextlib.ExitStack() as stack:
-            self._runner = stack.enter_context(contextlib.closing(Runner(artifact, client, compiler)))
+            self._runner = stack.enter_context(
+                contextlib.closing(Runner(artifact, client, compiler, verify_weights=verify_weights))
+            )
             self._resources = stack.pop_all()
 
     @property

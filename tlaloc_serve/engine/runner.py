@@ -12,12 +12,14 @@ from __future__ import annotations
 
 import contextlib
 import mmap
+import os
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from tlaloc_serve.artifact.manifest import POOL_OUTPUT_OF, Entry, Role, TensorType
+from tlaloc_serve.artifact.manifest import POOL_OUTPUT_OF, Entry, Role, TensorType, Weight
 from tlaloc_serve.artifact.store import Artifact
 from tlaloc_serve.engine.compiler import Compiler
 from tlaloc_serve.engine.inputs import StepInputs
@@ -25,7 +27,7 @@ from tlaloc_serve.engine.logits import Chosen, LogitsReader
 from tlaloc_serve.engine.sampling import Candidates, Row
 from tlaloc_serve.engine.scheduler import Batch
 from tlaloc_serve.engine.selection import NAN_ROW
-from tlaloc_serve.errors import EngineBroken, TlalocError
+from tlaloc_serve.errors import ArtifactError, EngineBroken, TlalocError
 from tlaloc_serve.pjrt.client import Buffer, Client, Execution
 
 
@@ -59,11 +61,43 @@ class _Loaded:
     cached: bool
 
 
+class _Checks:
+    """Hashes weights in threads of its own, no further ahead of the staging than there are cores."""
+
+    def __init__(self, artifact: Artifact):
+        from concurrent.futures import Future, ThreadPoolExecutor  # 15 ms that most starts need not spend
+
+        self._artifact = artifact
+        self._cores = os.cpu_count() or 1
+        self._pool = ThreadPoolExecutor(self._cores)
+        self._begun: deque[Future[None]] = deque()
+
+    def __enter__(self) -> _Checks:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._pool.shutdown(wait=True, cancel_futures=True)
+
+    def begin(self, weight: Weight, data: mmap.mmap) -> None:
+        """Begin with one more; raises the ArtifactError of one that is done."""
+        self._begun.append(self._pool.submit(self._artifact.check_weight, weight, data))
+        while len(self._begun) > self._cores:
+            self._begun.popleft().result()
+
+    def finish(self) -> None:
+        """Wait for all; raises the first one's ArtifactError."""
+        while self._begun:
+            self._begun.popleft().result()
+
+
 class Runner:
     """The device side of one artifact on one client. Close it before the client."""
 
-    def __init__(self, artifact: Artifact, client: Client, compiler: Compiler | None = None):
+    def __init__(
+        self, artifact: Artifact, client: Client, compiler: Compiler | None = None, *, verify_weights: bool = False
+    ):
         self.artifact = artifact
+        self._verify = verify_weights
         self.client = client
         self.compiler = compiler or Compiler(client)
         self.compiles = 0
@@ -103,22 +137,37 @@ class Runner:
     def stage(self) -> Iterator[tuple[int, int]]:
         """Put weights and zeroed pools on the device, once; yields (bytes staged, bytes in all) after each weight.
 
-        On a CPU client a weight is not copied: the device buffer is the mapped file.
+        On a CPU client a weight is not copied: the device buffer is the mapped file. With `verify_weights` each one is
+        hashed meanwhile, on all cores; one with another hash raises ArtifactError, and no step runs.
         """
-        weights = self.artifact.manifest.weights
-        total, done = self.artifact.manifest.weight_bytes(), 0
-        zero_copy = self.client.platform_name == "cpu"
-        for weight in weights:
-            if weight.name in self._weights:
-                continue
-            data = self.artifact.map_weight(weight)
-            buffer = self.client.buffer_from_host(data, weight.type.dtype, weight.type.dims, zero_copy=zero_copy)
-            self._weights[weight.name] = self._stack.enter_context(buffer)
-            done += weight.byte_length
-            yield done, total
-        if not self._staged:
-            self._make_pools()
-            self._staged = True
+        self._refuse_if_broken()
+        if self._staged:
+            return
+        weights = [weight for weight in self.artifact.manifest.weights if weight.name not in self._weights]
+        total = self.artifact.manifest.weight_bytes()
+        done = total - sum(weight.byte_length for weight in weights)
+        with _Checks(self.artifact) if self._verify else contextlib.nullcontext() as check:
+            try:
+                for weight in weights:
+                    data = self.artifact.map_weight(weight)
+                    if check is not None:
+                        check.begin(weight, data)
+                    self._stage(weight, data)
+                    done += weight.byte_length
+                    yield done, total
+                if check is not None:
+                    check.finish()
+                    self.artifact.weights_verified = True
+            except ArtifactError as error:
+                self._broken = str(error)
+                raise
+        self._make_pools()
+        self._staged = True
+
+    def _stage(self, weight: Weight, data: mmap.mmap) -> None:
+        in_place = self.client.platform_name == "cpu"
+        buffer = self.client.buffer_from_host(data, weight.type.dtype, weight.type.dims, zero_copy=in_place)
+        self._weights[weight.name] = self._stack.enter_context(buffer)
 
     def _make_pools(self) -> None:
         """Pools of zeros. On a CPU client they are anonymous memory in place: a page costs when it is first used."""
@@ -149,8 +198,7 @@ class Runner:
         `pick_all` picks for rows in the middle of their prompt too; `keep_logits` reads whole rows. Raises
         EngineBroken when the pools are lost, PjrtError when the plugin refuses the body or has no memory.
         """
-        if self._broken is not None:
-            raise EngineBroken("engine", f"an earlier step failed: {self._broken}", todo="open the artifact again")
+        self._refuse_if_broken()
         begin = time.perf_counter()
         if not self._staged:
             for _ in self.stage():
@@ -175,6 +223,10 @@ class Runner:
             raise
         seconds = time.perf_counter() - begin
         return StepResult(picks, candidates, logits, seconds, compile_seconds, bool(compile_seconds) and loaded.cached)
+
+    def _refuse_if_broken(self) -> None:
+        if self._broken is not None:
+            raise EngineBroken("engine", f"an earlier step failed: {self._broken}", todo="open the artifact again")
 
     def _load(self, entry: Entry) -> tuple[_Loaded, float]:
         """The compiled entry and the seconds this call spent on having it."""
