@@ -44,7 +44,7 @@ def artifact_of(name: str, tokenizer: bytes | None = None, **frontend: Any) -> A
     """The artifact with fields of its frontend replaced; `tokenizer` are the bytes of another tokenizer.json."""
     opened = open_artifact(path_of(name))
     manifest = dataclasses.replace(opened.manifest, frontend=dataclasses.replace(opened.manifest.frontend, **frontend))
-    return Artifact(opened.root, manifest, {}, opened.tokenizer if tokenizer is None else tokenizer, False)
+    return Artifact(opened.root, manifest, {}, opened.tokenizer if tokenizer is None else tokenizer)
 
 
 def without_tokenizer(name: str) -> Artifact:

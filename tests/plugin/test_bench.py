@@ -64,7 +64,9 @@ class Bench(unittest.TestCase):
             self.assertAlmostEqual(speed["median"], tokens / row["ms"] * 1e3, delta=0.3 * speed["median"])
             decode = row["test"] == "tg6"
             self.assertGreaterEqual(row["steps"], 6 if decode else 1)
-            self.assertTrue(all(name.startswith("decode" if decode else "prefill") for name in row["entries"]))
+            kinds = {name.partition("_")[0] for name in row["entries"]}
+            self.assertLessEqual(kinds, {"decode"} if decode else {"prefill", "decode"})  # the last few by decode steps
+            self.assertIn("decode" if decode else "prefill", kinds)
             self.assertEqual(row["weightBytesPerStep"], facts["artifact"]["weights"]["bytes"] if decode else None)
             if decode:
                 self.assertGreater(row["hostMicroseconds"], 5)

@@ -227,6 +227,7 @@ class Engine:
             max_new=tuple(sequence.max_new for sequence in sequences),
             seeds=tuple(None if sampler.greedy else sampler.params.seed for sampler in samplers),
             staged_bytes=self.artifact.manifest.weight_bytes(),
+            warnings=list(self._runner.compiler.warnings),
         )
         before, log = self._counts(), self._runner.compiler.log
         begin = time.perf_counter()
