@@ -49,7 +49,7 @@ def artifact_of(name: str, tokenizer: bytes | None = None, **frontend: Any) -> A
 
 def without_tokenizer(name: str) -> Artifact:
     opened = open_artifact(path_of(name))
-    return Artifact(opened.root, opened.manifest, {}, None, False)
+    return Artifact(opened.root, opened.manifest, {}, None)
 
 
 def encode(artifact: Artifact, prompt: Prompt, **options: Any) -> list[int]:
@@ -133,7 +133,7 @@ class SmolLM2(unittest.TestCase):
             opened.manifest, frontend=frontend, model=dataclasses.replace(opened.manifest.model, vocab_size=49152)
         )
         data = shared("checkpoints", "tokenizers", "smollm2", "tokenizer.json").read_bytes()
-        artifact = Artifact(opened.root, manifest, {}, data, False)
+        artifact = Artifact(opened.root, manifest, {}, data)
         chats = 0
         for case in load_json(shared("checkpoints", "smollm2", "golden_public.json"))["cases"]:
             prompt: Prompt = PlainText(case["text"])
@@ -190,7 +190,7 @@ class Source(unittest.TestCase):
             with self.subTest(name):
                 path = self.cached(folder, path_of("qwen2") / "tokenizer.json")
                 manifest = dataclasses.replace(opened.manifest, model_name=name)
-                facts = open_text(Artifact(opened.root, manifest, {}, None, False), TextOptions()).facts()
+                facts = open_text(Artifact(opened.root, manifest, {}, None), TextOptions()).facts()
                 self.assertEqual(facts["tokenizer"]["path"], path)
 
     def test_without_any_text_is_refused_and_ids_go_through(self) -> None:
@@ -211,7 +211,7 @@ class Source(unittest.TestCase):
         for vocab, missing in ((368 + 1024, 1024), (368 + 1025, None), (151936, None)):
             model = dataclasses.replace(opened.manifest.model, vocab_size=vocab)
             manifest = dataclasses.replace(opened.manifest, model=model)
-            artifact = Artifact(opened.root, manifest, {}, opened.tokenizer, False)
+            artifact = Artifact(opened.root, manifest, {}, opened.tokenizer)
             if missing is not None:
                 facts = open_text(artifact, TextOptions(), "--text").facts()["tokenizer"]
                 self.assertEqual(facts["idsWithoutToken"], missing)

@@ -96,7 +96,10 @@ def _prepare(
     position = body.convert(body.reshape(given.positions, rows), "f32")
     turn = body.constant(config.inverse_frequencies, TensorType("f32", (half,)))
     angles = body.binary("multiply", body.broadcast(position, angle.dims, [0]), body.broadcast(turn, angle.dims, [1]))
-    tables = [body.reshape(body.unary(name, angles), rows, 1, half) for name in ("cosine", "sine")]
+    tables = [body.unary(name, angles) for name in ("cosine", "sine")]
+    if target.keeps_turns:
+        tables = [body.barrier(table) for table in tables]
+    tables = [body.reshape(table, rows, 1, half) for table in tables]
     turns = {}
     for count in sorted({heads.query, heads.kv}):
         cos, sin = (body.broadcast(table, (rows, count, half), [0, 1, 2]) for table in tables)

@@ -21,6 +21,8 @@ class Target:
     product with a widened piece of the weight takes 0.5 to 0.9 of the f32 weight's time. An i8 weight is widened for
     any number of rows (one row: 0.25 to 0.65 of the f32 weight's time, several: about the same). Where this does not
     hold, bf16 is multiplied by bf16, and an i8 weight, which bf16 holds exactly, too.
+    keeps_turns: XLA:CPU draws what is cheap into every place that uses it, the cosines and sines of rotary embedding
+    among it: each layer computes them again, 1 to 5 % of a step. A barrier behind them prevents that.
     most_block_diagonal_heads: block-diagonal attention reads K and V as they lie in the pool, at the price of KV times
     the arithmetic. Above so many KV heads the arithmetic costs more than the transposes that it saves.
     """
@@ -28,10 +30,11 @@ class Target:
     name: str
     most_grouped_rows: int
     widens_weights: bool
+    keeps_turns: bool
     most_block_diagonal_heads: int
 
 
-GENERIC = Target("generic", most_grouped_rows=32, widens_weights=True, most_block_diagonal_heads=8)
-CPU = Target("cpu", most_grouped_rows=32, widens_weights=True, most_block_diagonal_heads=8)
-GPU = Target("gpu", most_grouped_rows=0, widens_weights=False, most_block_diagonal_heads=0)
+GENERIC = Target("generic", most_grouped_rows=32, widens_weights=True, keeps_turns=True, most_block_diagonal_heads=8)
+CPU = Target("cpu", most_grouped_rows=32, widens_weights=True, keeps_turns=True, most_block_diagonal_heads=8)
+GPU = Target("gpu", most_grouped_rows=0, widens_weights=False, keeps_turns=False, most_block_diagonal_heads=0)
 TARGETS = {target.name: target for target in (CPU, GPU, GENERIC)}
