@@ -9,6 +9,7 @@ depends on the calls and nothing else, so the same calls give the same bytes on 
 from __future__ import annotations
 
 import math
+import operator
 import re
 import struct
 from collections.abc import Callable, Hashable, Sequence
@@ -79,13 +80,33 @@ def _list(numbers: Sequence[int]) -> str:
 
 @dataclass(frozen=True)
 class _Section:
-    """Ops that were emitted once: `text` cut at the numbers of its values, which are every second part."""
+    """Ops that were emitted once, as a text with gaps for the numbers of their values.
+
+    The numbers to choose from are, in this order: those of the `count` values that the ops made, of the operands, and
+    of the values from before that every repetition `shares`. `fill` picks each gap's number from them.
+    """
 
     text: tuple[str, ...]
-    first: int
     count: int
-    operands: tuple[Value, ...]
-    results: tuple[Value, ...]
+    shares: tuple[str, ...]
+    fill: Callable[[Sequence[str]], tuple[str, ...]]
+    results: tuple[tuple[int, TensorType], ...]
+
+    @classmethod
+    def of(
+        cls, text: str, first: int, count: int, operands: Sequence[Value], results: Sequence[Value]
+    ) -> _Section | None:
+        """None where the text has not the two gaps that the shortest way to fill them takes."""
+        text_and_numbers = re.split(r"(?<=%)(\d+)", text)
+        made = [str(number) for number in range(first, first + count)]
+        given = [operand.name[1:] for operand in operands]
+        shares = tuple(sorted(set(text_and_numbers[1::2]) - {*made, *given}))
+        places = {number: place for place, number in reversed(list(enumerate((*made, *given, *shares))))}
+        gaps = [places[number] for number in text_and_numbers[1::2]]
+        if len(gaps) < 2:
+            return None
+        kept = tuple((places[result.name[1:]], result.type) for result in results)
+        return cls(tuple(text_and_numbers[0::2]), count, shares, operator.itemgetter(*gaps), kept)
 
 
 class Body:
@@ -133,19 +154,21 @@ class Body:
         line, first, constants = len(self._lines), self._count, len(self._constants)
         results = tuple(emit())
         if len(self._constants) == constants:  # else a second one would lack the constants that this one made
-            text = tuple(re.split(r"%(\d+)", "\n".join(self._lines[line:])))
-            self._sections[key] = _Section(text, first, self._count - first, tuple(operands), results)
+            text = "\n".join(self._lines[line:])
+            section = _Section.of(text, first, self._count - first, operands, results)
+            if section is not None:
+                self._sections[key] = section
         return results
 
     def _repeat(self, known: _Section, operands: Sequence[Value]) -> tuple[Value, ...]:
-        shift = self._count - known.first
-        names = {old.name: new.name for old, new in zip(known.operands, operands, strict=True)}
-        names |= {f"%{number}": f"%{number + shift}" for number in range(known.first, known.first + known.count)}
-        parts = list(known.text)
-        parts[1::2] = [names.get(name, name) for name in ["%" + number for number in parts[1::2]]]
+        made = map(str, range(self._count, self._count + known.count))
+        numbers = [*made, *[operand.name[1:] for operand in operands], *known.shares]
+        parts = [""] * (2 * len(known.text) - 1)
+        parts[0::2] = known.text
+        parts[1::2] = known.fill(numbers)
         self._lines.append("".join(parts))
         self._count += known.count
-        return tuple(Value(names[result.name], result.type) for result in known.results)
+        return tuple([Value("%" + numbers[place], tensor) for place, tensor in known.results])
 
     def finish(self, results: Sequence[Value]) -> str:
         """The module's text, ending in a newline."""
