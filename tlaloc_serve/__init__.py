@@ -61,6 +61,8 @@ def open(
     artifact = open_artifact(path)
     choice = choose(platform, plugin, preflight_timeout)
     if isinstance(choice, NothingToRunOn):
+        if verify_weights:
+            artifact.check_weights()
         raise PluginError(f"platform {platform}", f"nothing to run on\n{choice.text}")
     with contextlib.ExitStack() as stack:
         client = stack.enter_context(choice.open_client())

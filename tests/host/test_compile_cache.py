@@ -15,7 +15,7 @@ from unittest import mock
 
 from tests.fakes import FakePjrt, Program
 from tlaloc_serve.engine import fingerprint
-from tlaloc_serve.engine.compiler import Compiler, encodings, writes_flat_pool
+from tlaloc_serve.engine.compiler import Compiler, Default, encodings, writes_flat_pool
 from tlaloc_serve.engine.executables import ExecutableCache, Stored
 from tlaloc_serve.errors import PjrtError, RequestError
 from tlaloc_serve.pjrt import abi
@@ -448,6 +448,28 @@ class Options(OnFake):
         self.assertFalse(cached)
         self.assertEqual(warnings, ["the plugin has no compile option nope; compiled without it"])
         self.assertEqual(self.compile(nope="1", other="2"), (True, warnings))
+
+    def test_a_default_with_an_older_name(self) -> None:
+        """The older name where the plugin lacks the new one or its value; neither where the user has set either."""
+        row = Default("fake", "new", "A", "it helps", lambda body: True, instead=("old", "false"))
+        unknown, wrong = "No such compile option: '{}'", "While setting option {}, 'A' is not a valid enum value"
+        with mock.patch("tlaloc_serve.engine.compiler.DEFAULTS", (row,)):
+            for refusals, given, used in (
+                ([], {}, {"new": "A"}),
+                ([unknown.format("new")], {}, {"old": False}),
+                ([wrong.format("new")], {}, {"old": False}),
+                ([wrong.format("new"), unknown.format("old")], {}, {}),
+                ([], {"old": "true"}, {"old": True}),
+                ([], {"new": "B"}, {"new": "B"}),
+            ):
+                with self.subTest(refusals=refusals, given=given), self.compiler(**given) as compiler:
+                    compiler._cache = None
+                    self.fake.errors["PJRT_Client_Compile"] = [(3, text) for text in refusals]
+                    compiled = compiler.compile(BODY, "it")
+                    compiled.executable.close()
+                    self.assertEqual(compiled.compilation.options, used)
+                    self.assertEqual(set(compiled.compilation.reasons), set(used) - set(given))
+                    self.assertEqual(len(compiler.warnings), int(not used))
 
     def test_the_plugin_is_asked_once(self) -> None:
         self.refuse("No such compile option: 'nope'")

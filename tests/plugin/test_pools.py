@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import array
+import contextlib
 import gc
 import struct
 import unittest
+from unittest import mock
 
 from tests.support import cpu_plugins, engine_on, ids, load_json, shared
 from tlaloc_serve.engine.generate import Engine
+from tlaloc_serve.errors import EngineBroken, HandleClosed, OutOfMemory
 from tlaloc_serve.pjrt.client import live
+from tlaloc_serve.pjrt.transfer import Upload
 
 NAN, HUGE = struct.pack("<f", float("nan")), struct.pack("<f", 1e30)
 
@@ -50,6 +54,48 @@ class Poison(unittest.TestCase):
     def test_nan_in_the_pages_of_nobody(self) -> None:
         # The one sequence takes the lowest pages: 1 and 2, and 1 to 5 with its ring in 1 to 3.
         self.check(HUGE, NAN, {"reference-v2-aliased": 3, "window-v3": 6}, batched=False)
+
+
+class Interrupted(unittest.TestCase):
+    """A request that fails, or is interrupted, anywhere among its uploads leaves nothing that a later one would see."""
+
+    def test_an_upload_that_fails(self) -> None:
+        send = Upload.send
+        cases = load_json(shared("artifacts", "window-v3.golden.json"))[:2]
+        with engine_on(cpu_plugins()[0], shared("artifacts", "window-v3")) as engine:
+            for failure in (KeyboardInterrupt(), OutOfMemory("PJRT_Client_BufferFromHostBuffer", 8, "", "injected")):
+                for early in (False, True):
+                    for number in range(24):
+                        left = number
+
+                        def broken(upload: Upload, failure: BaseException = failure, early: bool = early) -> None:
+                            nonlocal left
+                            left -= 1
+                            if left == -1 and early:
+                                raise failure
+                            send(upload)
+                            if left == -1:
+                                raise failure
+
+                        with (
+                            mock.patch.object(Upload, "send", broken),
+                            contextlib.suppress(type(failure), EngineBroken),
+                        ):
+                            ids(engine, [[3] * 9, [5] * 9], 4)
+                        if engine._runner._broken is not None:
+                            self.fail("an upload comes before the pools are donated, or while nothing can be lost")
+                        for case in cases:
+                            with self.subTest(failure=failure, number=number, early=early):
+                                self.assertEqual(ids(engine, [case["prompt"]], 3), [case["generated"][:3]])
+
+    def test_a_closed_engine_says_so(self) -> None:
+        with engine_on(cpu_plugins()[0], shared("artifacts", "window-v3")) as engine:
+            begun = engine.generate([[3]], 8)
+            next(begun)
+            engine._runner.close()
+            for again in (begun, engine.generate([[3]], 1)):
+                with self.assertRaisesRegex(HandleClosed, "engine: used after close"):
+                    list(again)
 
 
 def resident_bytes() -> int:

@@ -238,9 +238,8 @@ def footer_lines(facts: Facts, streamed: bool) -> Iterator[str]:
     yield _line("XLA compiles", f"{facts['compiles']} (one per distinct ladder point actually touched){hits}", 0)
     yield from _compile_lines(facts)
     if facts["firstStepMs"] is not None:
-        cached = facts["steps"][0]["cached"]
-        made = "compiled program from the cache" if cached else "compile"
-        yield _line("first step", f"{facts['firstStepMs']:.0f} ms (weight upload + {made})", 0)
+        holds = "what was left to stage" if facts["steps"][0]["cached"] else "what was left to stage, and compiling"
+        yield _line("first step", f"{facts['firstStepMs']:.0f} ms ({holds})", 0)
         yield _line("median step", f"{facts['medianStepMs']:.2f} ms", 0)
 
 

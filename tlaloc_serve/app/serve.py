@@ -137,7 +137,8 @@ def run(options: argparse.Namespace) -> int:
             read_request()  # what is wrong with the request is wrong on every machine: that is told first
             raise
         load = engine.find(len(given))  # before there is another thread: it would have to wait for that one
-        request = _Meanwhile(read_request, artifact.map_ahead if engine.platform == "cpu" else None)
+        ahead = engine.platform == "cpu" and not options.verify_weights
+        request = _Meanwhile(read_request, artifact.map_ahead if ahead else None)
         if load is not None:
             load()
         text, prompts = request.result()

@@ -35,6 +35,7 @@ class _Input:
     def set(self, values: list[int]) -> None:
         """Send `values`, all of them, unless they are there already."""
         if values != self._sent:
+            self._sent = None  # until it is there: sending can fail
             self._ints[:] = array("i", values)
             self._upload.send()
             self._sent = values
@@ -104,13 +105,13 @@ class StepInputs:
         # Page tables are the widest inputs and change only when a row crosses into a new page.
         tables = [(row.pages, row.ring, pages_for(row.end, self._page_size)) for row in batch.rows]
         if tables != self._tables:
-            self._tables = tables
+            self._tables = None
             values[Role.BLOCK_TABLES] = self._table([row.pages for row in batch.rows], batch.rows)
             if Role.WINDOW_BLOCK_TABLES in self._inputs:
                 values[Role.WINDOW_BLOCK_TABLES] = self._table([row.ring for row in batch.rows], batch.rows)
         for role, items in values.items():
             self._inputs[role].set(items)
-        self._placed = placed
+        self._placed, self._tables = placed, tables
 
     def _table(self, pages: list[tuple[int, ...]], rows: tuple[Row, ...]) -> list[int]:
         width = self._entry.max_blocks_per_seq

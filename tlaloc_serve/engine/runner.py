@@ -11,6 +11,7 @@ Rules that hold here:
 from __future__ import annotations
 
 import contextlib
+import math
 import mmap
 import os
 import time
@@ -27,7 +28,7 @@ from tlaloc_serve.engine.logits import Chosen, LogitsReader
 from tlaloc_serve.engine.sampling import Candidates, Row
 from tlaloc_serve.engine.scheduler import Batch
 from tlaloc_serve.engine.selection import NAN_ROW
-from tlaloc_serve.errors import ArtifactError, EngineBroken, TlalocError
+from tlaloc_serve.errors import EngineBroken, HandleClosed, TlalocError
 from tlaloc_serve.pjrt.client import Buffer, Client, Execution
 
 
@@ -70,7 +71,8 @@ class _Checks:
         self._artifact = artifact
         self._cores = os.cpu_count() or 1
         self._pool = ThreadPoolExecutor(self._cores)
-        self._begun: deque[Future[None]] = deque()
+        self._begun: deque[tuple[Weight, Future[None]]] = deque()
+        self.passed: set[str] = set()
 
     def __enter__(self) -> _Checks:
         return self
@@ -80,14 +82,18 @@ class _Checks:
 
     def begin(self, weight: Weight, data: mmap.mmap) -> None:
         """Begin with one more; raises the ArtifactError of one that is done."""
-        self._begun.append(self._pool.submit(self._artifact.check_weight, weight, data))
-        while len(self._begun) > self._cores:
-            self._begun.popleft().result()
+        self._begun.append((weight, self._pool.submit(self._artifact.check_weight, weight, data)))
+        self._settle(self._cores)
 
     def finish(self) -> None:
         """Wait for all; raises the first one's ArtifactError."""
-        while self._begun:
-            self._begun.popleft().result()
+        self._settle(0)
+
+    def _settle(self, rest: int) -> None:
+        while len(self._begun) > rest:
+            weight, check = self._begun.popleft()
+            check.result()
+            self.passed.add(weight.name)
 
 
 class Runner:
@@ -110,10 +116,12 @@ class Runner:
         self._staged = False
         self._loaded: dict[str, _Loaded] = {}
         self._broken: str | None = None
+        self._closed = False
         self._stack = contextlib.ExitStack()
 
     def close(self) -> None:
         """Destroy every buffer and executable; idempotent."""
+        self._closed = True
         self._drop_logits()
         self._chosen = None
         self._reader.close()
@@ -140,7 +148,7 @@ class Runner:
         On a CPU client a weight is not copied: the device buffer is the mapped file. With `verify_weights` each one is
         hashed meanwhile, on all cores; one with another hash raises ArtifactError, and no step runs.
         """
-        self._refuse_if_broken()
+        self._refuse_if_unusable()
         if self._staged:
             return
         weights = [weight for weight in self.artifact.manifest.weights if weight.name not in self._weights]
@@ -158,9 +166,9 @@ class Runner:
                 if check is not None:
                     check.finish()
                     self.artifact.weights_verified = True
-            except ArtifactError as error:
-                self._broken = str(error)
-                raise
+            finally:  # what was not found right is staged, and hashed, another time
+                for name in set(self._weights) - check.passed if check is not None else ():
+                    self._weights.pop(name).close()
         self._make_pools()
         self._staged = True
 
@@ -198,7 +206,7 @@ class Runner:
         `pick_all` picks for rows in the middle of their prompt too; `keep_logits` reads whole rows. Raises
         EngineBroken when the pools are lost, PjrtError when the plugin refuses the body or has no memory.
         """
-        self._refuse_if_broken()
+        self._refuse_if_unusable()
         begin = time.perf_counter()
         if not self._staged:
             for _ in self.stage():
@@ -213,7 +221,8 @@ class Runner:
             loaded.execution.give(loaded.pools)
             likely = upcoming(batch) if upcoming is not None else None
             if likely is not None and likely.entry is batch.entry:
-                loaded.inputs.place(likely)
+                with contextlib.suppress(TlalocError):  # the step itself will try again, and tell
+                    loaded.inputs.place(likely)
             picks, candidates = self._read(loaded, batch, wanted, temperatures)
             logits = self._rows(loaded.logits_type, len(batch.rows)) if keep_logits else None
         except TlalocError as error:
@@ -224,7 +233,9 @@ class Runner:
         seconds = time.perf_counter() - begin
         return StepResult(picks, candidates, logits, seconds, compile_seconds, bool(compile_seconds) and loaded.cached)
 
-    def _refuse_if_broken(self) -> None:
+    def _refuse_if_unusable(self) -> None:
+        if self._closed:
+            raise HandleClosed("engine", "used after close()")
         if self._broken is not None:
             raise EngineBroken("engine", f"an earlier step failed: {self._broken}", todo="open the artifact again")
 
@@ -269,7 +280,7 @@ class Runner:
         self._chosen = None
         if any(temperature is not None for temperature in temperatures):
             found = self._reader.candidates(self._logits, loaded.logits_type, temperatures)
-            ids = [item.ids[0] for item in found]
+            ids = [NAN_ROW if math.isnan(item.mass) else item.ids[0] for item in found]
             hot = tuple(item if heat is not None else None for item, heat in zip(found, temperatures, strict=True))
         else:
             self._chosen, hot = self._reader.greedy(self._logits, loaded.logits_type), nothing

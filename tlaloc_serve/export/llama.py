@@ -4,7 +4,8 @@
     logits = head(norm(h)), of each sequence's last token only
 
 Norms, softmax, rotary embedding, residuals and the KV pools are f32. A matrix of bf16 is multiplied in bf16, with its
-input rounded to bf16 and the sums in f32; one of i8 is multiplied in f32, and each sum by the scale of its row.
+input rounded to bf16 and the sums in f32; one of i8 is multiplied in f32 (for a GPU in bf16, which holds it exactly),
+and each sum by the scale of its row.
 N = B * T rows, H query heads, KV key heads, D numbers a head.
 """
 

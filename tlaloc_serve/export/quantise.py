@@ -1,7 +1,7 @@
 """Matrices to i8 with one f32 scale a row (an output channel): w is about q * scale, q in -127..127.
 
 scale = max |w| / 127 of the row, rounded to f32; q = w / scale, rounded to the nearest integer, ties to even. This is
-symmetric round-to-nearest quantisation, without data. A row of zeros has the scale 0.
+symmetric round-to-nearest quantisation, without data. A scale below the smallest normal f32 is 0, and so is its row.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ _LARGEST = 127
 # (two's complement) of the sum. The high byte is that of the constant itself for every q, and for no NaN.
 _ROUND = 12582912.0
 _ROUND_HIGH = b"\x4b"
+_SMALLEST_NORMAL = 2.0**-126
 
 
 class Quantised(NamedTuple):
@@ -38,7 +39,8 @@ def quantise_rows(data: floats.Bytes, inner: int) -> Quantised | None:
     for start in range(0, len(numbers), inner):
         row = numbers[start : start + inner].tolist()
         highest, lowest = max(row), min(row)
-        scales.append(max(highest, -lowest) / _LARGEST)
+        largest = max(highest, -lowest) / _LARGEST
+        scales.append(0.0 if largest < _SMALLEST_NORMAL else largest)
         scale = scales[-1]  # as f32
         turn = 1.0 / scale if scale else 0.0
         shifted = array("f", [number * turn + _ROUND for number in row]).tobytes()

@@ -199,16 +199,20 @@ class Buffer(Handle):
             return
         self._handle = self._spent = None
         self._client._moves += self._moves
-        for holder in self._holders:
-            execution = holder()
-            if execution is not None:
-                execution._held_are_alive = False
+        self._tell_holders()
         live["buffers"] -= 1
         try:
             self._client.plugin.call("PJRT_Buffer_Destroy", abi.PJRT_Buffer_Destroy_Args(buffer=handle))
         finally:
             self._release_host()
             self._client._disown()
+
+    def _tell_holders(self) -> None:
+        """The handle that executions hold has changed."""
+        for holder in self._holders:
+            execution = holder()
+            if execution is not None:
+                execution._held_are_written = False
 
     def _release_host(self) -> None:
         """Wait until the plugin is done with the host memory this buffer was made from, and let go of it."""

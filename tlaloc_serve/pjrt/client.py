@@ -6,8 +6,9 @@ client and everything made from it. A program's bytes and options are handed ove
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
+import time
+import warnings
 import weakref
 from collections.abc import Mapping
 from typing import NoReturn
@@ -27,6 +28,11 @@ __all__ = ["Buffer", "Client", "Device", "Event", "Executable", "Execution", "li
 _COPY_DURING_CALL_BYTES = 64 * 1024
 # Children in the order they must go: work in flight, arrays, programs.
 _CLOSING_ORDER = ("events", "buffers", "executions", "executables")
+
+
+# How long a client that closes waits for the plugin to be done with lent memory: a step in flight takes no longer.
+_LENT_SECONDS = 30.0
+_kept: list[HostView] = []  # memory that a plugin never gave back
 
 
 class Device:
@@ -84,7 +90,7 @@ class Client(Handle):
         self._moves = 0  # how often a buffer that executions give outputs to was given one, donated or closed
         self._abandoned = False
         self._transfers: list[Buffer] = []  # buffers whose host memory the plugin may still be reading
-        self._lent: list[tuple[int, HostView]] = []  # memory that donation hands on, and the event of its return
+        self._lent: list[tuple[int | None, HostView]] = []  # memory that donation hands on, and the event of its return
         values = _named_values(options or {})
         args = abi.PJRT_Client_Create_Args(create_options=ctypes.addressof(values), num_options=len(options or {}))
         plugin.call("PJRT_Client_Create", args)
@@ -212,9 +218,9 @@ class Client(Handle):
             self.plugin.call("PJRT_Client_BufferFromHostBuffer", args)
         except OutOfMemory as error:
             self.out_of_memory(error, view.nbytes)
-        if semantics == abi.MUTABLE_ZERO_COPY and args.done_with_host_buffer:
+        if semantics == abi.MUTABLE_ZERO_COPY:
             self._lent.append((args.done_with_host_buffer, view))
-            live["events"] += 1
+            live["events"] += bool(args.done_with_host_buffer)
             return Buffer(self, args.buffer, dtype, dims)
         return self._keep_host(args, view, dtype, dims, zero_copy)
 
@@ -239,21 +245,32 @@ class Client(Handle):
     def take_back(self, wait: bool = False) -> None:
         """Let go of the memory of donatable zero-copy buffers that the plugin is done with; with `wait`, of all of it.
 
-        That is waited for when the client closes; before, only once every such buffer is closed.
+        Waiting is for the close, when every buffer is destroyed. What the plugin still holds after `_LENT_SECONDS`
+        stays pinned for good, with a ResourceWarning: waiting longer could last for ever.
         """
-        kept = []
-        for event, view in self._lent:
-            ready = abi.PJRT_Event_IsReady_Args(event=event)
-            self.plugin.call("PJRT_Event_IsReady", ready)
-            if not (ready.is_ready or wait):
-                kept.append((event, view))
+        deadline = time.monotonic() + (_LENT_SECONDS if wait else 0.0)
+        for lent in list(self._lent):
+            event, view = lent
+            while event and not self._is_over(event) and time.monotonic() < deadline:
+                time.sleep(0.001)
+            over = not event or self._is_over(event)
+            if not wait and not (event and over):
                 continue
-            with contextlib.suppress(PjrtError):  # failed work is finished work
-                self.plugin.call("PJRT_Event_Await", abi.PJRT_Event_Await_Args(event=event))
-            self.plugin.call("PJRT_Event_Destroy", abi.PJRT_Event_Destroy_Args(event=event))
-            live["events"] -= 1
-            view.release()
-        self._lent = kept
+            if not over:
+                _kept.append(view)
+            self._lent.remove(lent)  # before the event is destroyed: whatever comes now must not find it again
+            if not over:
+                warnings.warn("the plugin holds on to memory that was lent to it", ResourceWarning, stacklevel=2)
+            if event:
+                self.plugin.call("PJRT_Event_Destroy", abi.PJRT_Event_Destroy_Args(event=event))
+                live["events"] -= 1
+            if over:
+                view.release()
+
+    def _is_over(self, event: int) -> bool:
+        ready = abi.PJRT_Event_IsReady_Args(event=event)
+        self.plugin.call("PJRT_Event_IsReady", ready)
+        return bool(ready.is_ready)
 
     def out_of_memory(self, error: OutOfMemory, asked: int | None = None) -> NoReturn:
         """Raise `error` again with what was asked for (bytes) and what the device says it has."""

@@ -57,7 +57,7 @@ class Execution(Handle):
         self._check(num_args)
         self._bound: list[Buffer | _Unbound] = [_UNBOUND] * num_args
         self._moving = tuple(range(num_args))  # the arguments that are not held
-        self._held_are_alive = True
+        self._held_are_written = True  # False once a held buffer was closed or got another handle
         self._given: Sequence[tuple[int, Buffer]] = ()
         self._given_arguments: tuple[int | None, ...] = ()
         self._others = self._moving  # the moving arguments that are not given to
@@ -160,8 +160,11 @@ class Execution(Handle):
         # What the last `give` wrote still stands in the arguments where no buffer has been given to or closed since.
         moving = self._others if self._gave_at == self._client._moves else self._moving
         handles = [bound[index]._handle for index in moving]
-        if None in handles or not self._held_are_alive:
+        if None in handles or not self._held_are_written:
             self._raise_dead_argument()
+            for index in set(range(len(bound))) - set(self._moving):
+                arguments[index] = bound[index]._handle
+            self._held_are_written = True
         for index, handle in zip(moving, handles, strict=True):
             arguments[index] = handle
         self._args.device_complete_events = self._complete_address if awaited else None
@@ -169,12 +172,14 @@ class Execution(Handle):
         try:
             error = self._execute(self._args_address)
         finally:  # an interrupt may arrive as the call returns
+            self._client._moves += bool(self._donated)
             for index in self._donated:
                 buffer = bound[index]
                 if isinstance(buffer, Buffer) and buffer._handle is not None:
                     buffer._spent = buffer._handle
                     buffer._handle = None
-            self._client._moves += bool(self._donated)
+                    if buffer._holders:
+                        buffer._tell_holders()
             if not error:
                 live["buffers"] += len(self._specs) if bytes(self._outputs) != self._all_taken else 0
                 live["events"] += self._complete[0] is not None
@@ -206,12 +211,17 @@ class Execution(Handle):
         if pairs is not self._given:
             self._check_given(pairs)
         self._client._moves += 1
-        destroy, args, address = self._destroy, self._destroy_args, self._destroy_address
+        outputs, destroy, args, address = self._outputs, self._destroy, self._destroy_args, self._destroy_address
         for (index, buffer), argument in zip(pairs, self._given_arguments, strict=True):
             old = buffer._handle if buffer._spent is None else buffer._spent
             if old is None:
                 raise HandleClosed(repr(buffer), "given an output after close()")
-            buffer._handle = self._pull(index)
+            new = outputs[index]
+            if new is None:
+                raise self._no_output(index)
+            # The handle changes hands without a call in between, where an interrupt could lose it.
+            buffer._handle = new
+            outputs[index] = None
             buffer._spent = None
             if argument is not None:
                 self._arguments[argument] = buffer._handle
@@ -222,6 +232,8 @@ class Execution(Handle):
                 self._client.plugin.check("PJRT_Buffer_Destroy", error)
             if buffer._host is not None:
                 buffer._release_host()
+            if buffer._holders:
+                buffer._tell_holders()
         self._gave_at = self._client._moves
 
     def _check_given(self, pairs: Sequence[tuple[int, Buffer]]) -> None:
@@ -245,9 +257,12 @@ class Execution(Handle):
         self._alive()
         handle = self._outputs[index] if 0 <= index < len(self._specs) else None
         if handle is None:
-            raise HandleClosed(repr(self), f"output {index} was already taken, or no run produced it")
+            raise self._no_output(index)
         self._outputs[index] = None
         return handle
+
+    def _no_output(self, index: int) -> HandleClosed:
+        return HandleClosed(repr(self), f"output {index} was already taken, or no run produced it")
 
     def _destroy_buffer(self, handle: int) -> None:
         self._destroy_args.buffer = handle

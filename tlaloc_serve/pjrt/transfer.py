@@ -53,6 +53,8 @@ class Upload:
         if error:
             self._check("PJRT_Client_BufferFromHostBuffer", error)
         self.buffer._handle = self._args.buffer
+        if self.buffer._holders:
+            self.buffer._tell_holders()
         live["buffers"] += 1
         if self._args.done_with_host_buffer:
             self._event.event = self._args.done_with_host_buffer
@@ -98,18 +100,16 @@ class Download:
         """
         (start, start_args), (wait, wait_args), (drop, drop_args) = self._calls
         self._args.src = buffer._alive()
-        error = start(start_args)
-        if error:
-            self._check("PJRT_Buffer_ToHostBuffer", error)
-        self._await.event = self._drop.event = self._args.event
-        live["events"] += 1
+        self._args.event = None
         try:
-            error = wait(wait_args)
-        except BaseException:  # an interrupt: the memory is the plugin's until it is done
-            wait(wait_args)
-            raise
-        finally:
-            live["events"] -= 1
-            drop(drop_args)
-        if error:
-            self._check("PJRT_Event_Await", error)
+            error = start(start_args)
+            if error:
+                self._check("PJRT_Buffer_ToHostBuffer", error)
+        finally:  # an interrupt may arrive as a call returns: the memory is the plugin's until it is done
+            failed = None
+            if self._args.event:
+                self._await.event = self._drop.event = self._args.event
+                failed = wait(wait_args)
+                drop(drop_args)
+        if failed:
+            self._check("PJRT_Event_Await", failed)
