@@ -62,6 +62,7 @@ class Interrupted(unittest.TestCase):
     def test_an_upload_that_fails(self) -> None:
         send = Upload.send
         cases = load_json(shared("artifacts", "window-v3.golden.json"))[:2]
+        prompts, want = [case["prompt"] for case in cases], [case["generated"][:8] for case in cases]
         with engine_on(cpu_plugins()[0], shared("artifacts", "window-v3")) as engine:
             for failure in (KeyboardInterrupt(), OutOfMemory("PJRT_Client_BufferFromHostBuffer", 8, "", "injected")):
                 for early in (False, True):
@@ -81,12 +82,11 @@ class Interrupted(unittest.TestCase):
                             mock.patch.object(Upload, "send", broken),
                             contextlib.suppress(type(failure), EngineBroken),
                         ):
-                            ids(engine, [[3] * 9, [5] * 9], 4)
+                            ids(engine, prompts, 8)
                         if engine._runner._broken is not None:
                             self.fail("an upload comes before the pools are donated, or while nothing can be lost")
-                        for case in cases:
-                            with self.subTest(failure=failure, number=number, early=early):
-                                self.assertEqual(ids(engine, [case["prompt"]], 3), [case["generated"][:3]])
+                        with self.subTest(failure=failure, number=number, early=early):
+                            self.assertEqual(ids(engine, prompts, 8), want)
 
     def test_a_closed_engine_says_so(self) -> None:
         with engine_on(cpu_plugins()[0], shared("artifacts", "window-v3")) as engine:
