@@ -114,8 +114,14 @@ class Generating(unittest.TestCase):
             data = array("f", [math.nan]) * (pool.nbytes // 4)
             engine._runner.pools[name] = engine.client.buffer_from_host(data, pool.dtype, pool.dims)
             self.addCleanup(engine._runner.pools[name].close)
-            with self.assertRaisesRegex(EngineBroken, "NaN"):
-                ids(engine, [[1, 2, 3]], 2)
+            greedy, hot = SamplingParams(), SamplingParams(temperature=1.0, seed=1)
+            for sampling, error, words in (
+                ([greedy, greedy], EngineBroken, "sequence 0 .*hold a NaN"),
+                ([hot, greedy], EngineBroken, "sequence 1 .*hold a NaN"),
+                ([hot, hot], RequestError, "the logits are no distribution"),
+            ):
+                with self.subTest(words), self.assertRaisesRegex(error, words):
+                    ids(engine, [[1], [2]], 2, sampling=sampling)
 
 
 if __name__ == "__main__":

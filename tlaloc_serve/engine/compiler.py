@@ -111,7 +111,7 @@ class Compiled:
     compilation: Compilation
 
 
-class _Fetched(NamedTuple):
+class _Ahead(NamedTuple):
     """A program from the disk, the options it was compiled with, and what it took to load it."""
 
     executable: Executable
@@ -134,13 +134,13 @@ class Compiler:
         self._fingerprint: str | None = None
         # By name and text of an option: which of its encodings to use, or None where the plugin has no such option.
         self._attempts: dict[tuple[str, str], int | None] = {}
-        self._fetched: dict[str, _Fetched] = {}
+        self._ahead: dict[str, _Ahead] = {}
         self._rows: dict[int, dict[str, Default]] = {}  # by the hash of a body: searching one takes 10 ms
 
     def close(self) -> None:
-        """Destroy what was fetched and never asked for; idempotent."""
-        while self._fetched:
-            self._fetched.popitem()[1].executable.close()
+        """Destroy what was loaded ahead and never asked for; idempotent."""
+        while self._ahead:
+            self._ahead.popitem()[1].executable.close()
 
     def find(self, body: bytes) -> Callable[[], None] | None:
         """What loads the program of `body` for the `compile` that will ask for it; None where the disk has none.
@@ -155,12 +155,12 @@ class Compiler:
         searched = time.perf_counter() - begin
 
         def load() -> None:
-            if key in self._fetched:
+            if key in self._ahead:
                 return
             begin = time.perf_counter() - searched
             loaded = self._deserialize(key, stored)
             if loaded is not None:
-                self._fetched[key] = _Fetched(*loaded, time.perf_counter() - begin)
+                self._ahead[key] = _Ahead(*loaded, time.perf_counter() - begin)
 
         return load
 
@@ -172,11 +172,11 @@ class Compiler:
         begin = time.perf_counter()
         wanted, rows = self._wanted(body)
         key = self._key(body, wanted)
-        fetched = self._fetched.pop(key, None) if key else None
-        loaded = fetched[:2] if fetched else self._load(key) if key else None
+        ahead = self._ahead.pop(key, None) if key else None
+        loaded = ahead[:2] if ahead else self._load(key) if key else None
         if loaded is not None:
             executable, options = loaded
-            begin -= fetched.seconds if fetched else 0.0
+            begin -= ahead.seconds if ahead else 0.0
         else:
             executable, options = self._compile(body, wanted, rows, f"{what} ({source})" if source else what)
             if key:

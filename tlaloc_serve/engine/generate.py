@@ -187,8 +187,9 @@ class Engine:
         means the artifact's own. `pick_all` computes the argmax inside prompts too, for `Step` rows.
 
         The request is checked before the first event: RequestError and CapacityError are raised by this call itself.
-        While iterating: PjrtError from the plugin, RequestError where the logits are no distribution (NaN),
-        EngineBroken once the pools are lost. An iterator that is closed early frees its sequences.
+        While iterating: PjrtError from the plugin, RequestError where logits to draw from are no distribution (NaN),
+        EngineBroken where those of a greedy row hold a NaN, and once the pools are lost. An iterator that is closed
+        early frees its sequences.
         """
         eos = frozenset(self.artifact.manifest.frontend.eos_token_ids if eos_ids is None else eos_ids)
         sequences = self._scheduler.check(prompts, max_new)

@@ -280,7 +280,11 @@ class Runner:
         self._chosen = None
         if any(temperature is not None for temperature in temperatures):
             found = self._reader.candidates(self._logits, loaded.logits_type, temperatures)
-            ids = [NAN_ROW if math.isnan(item.mass) else item.ids[0] for item in found]
+            # A sampler refuses a row with a NaN itself; the largest logit that comes along says nothing of one.
+            ids = [
+                NAN_ROW if heat is None and math.isnan(item.mass) else item.ids[0]
+                for item, heat in zip(found, temperatures, strict=True)
+            ]
             hot = tuple(item if heat is not None else None for item, heat in zip(found, temperatures, strict=True))
         else:
             self._chosen, hot = self._reader.greedy(self._logits, loaded.logits_type), nothing

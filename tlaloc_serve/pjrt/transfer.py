@@ -8,7 +8,7 @@ Buffer of an Upload stays the same object, and stays bound, while its handle cha
 from __future__ import annotations
 
 import ctypes
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from tlaloc_serve.pjrt import abi
 from tlaloc_serve.pjrt.buffer import Buffer
@@ -17,6 +17,14 @@ from tlaloc_serve.pjrt.host import element_type, int64_array, nbytes_of, row_maj
 
 if TYPE_CHECKING:
     from tlaloc_serve.pjrt.client import Client
+
+
+def _calls(client: Client, *structs: abi.Struct) -> list[tuple[Any, int]]:
+    """For each args struct the function that takes it, and its address. The structs must outlive their use."""
+    for args in structs:
+        args.struct_size = abi.struct_size(type(args))
+    names = [type(args).__name__.removesuffix("_Args") for args in structs]
+    return [(client.plugin.function(name), ctypes.addressof(args)) for name, args in zip(names, structs, strict=True)]
 
 
 class Upload:
@@ -28,7 +36,6 @@ class Upload:
         self._check = client.plugin.check
         self._dims = int64_array(dims)
         self._args = abi.PJRT_Client_BufferFromHostBuffer_Args(
-            struct_size=abi.struct_size(abi.PJRT_Client_BufferFromHostBuffer_Args),
             client=client._alive(),
             data=ctypes.addressof(self.memory),
             type=element_type(dtype)[0],
@@ -37,13 +44,9 @@ class Upload:
             host_buffer_semantics=abi.IMMUTABLE_ONLY_DURING_CALL,
             device=client.devices[0]._handle,
         )
-        self._event = abi.PJRT_Event_Destroy_Args(struct_size=abi.struct_size(abi.PJRT_Event_Destroy_Args))
-        self._old = abi.PJRT_Buffer_Destroy_Args(struct_size=abi.struct_size(abi.PJRT_Buffer_Destroy_Args))
-        self._calls = (
-            (client.plugin.function("PJRT_Client_BufferFromHostBuffer"), ctypes.addressof(self._args)),
-            (client.plugin.function("PJRT_Event_Destroy"), ctypes.addressof(self._event)),
-            (client.plugin.function("PJRT_Buffer_Destroy"), ctypes.addressof(self._old)),
-        )
+        self._event = abi.PJRT_Event_Destroy_Args()
+        self._old = abi.PJRT_Buffer_Destroy_Args()
+        self._calls = _calls(client, self._args, self._event, self._old)
 
     def send(self) -> None:
         """Make what stands in `memory` the contents of `buffer`. Raises PjrtError, and HandleClosed after close()."""
@@ -80,18 +83,13 @@ class Download:
         self._check = client.plugin.check
         self._layout = row_major(len(dims))
         self._args = abi.PJRT_Buffer_ToHostBuffer_Args(
-            struct_size=abi.struct_size(abi.PJRT_Buffer_ToHostBuffer_Args),
             host_layout=ctypes.addressof(self._layout),
             dst=ctypes.addressof(self.memory),
             dst_size=nbytes_of(dtype, dims),
         )
-        self._await = abi.PJRT_Event_Await_Args(struct_size=abi.struct_size(abi.PJRT_Event_Await_Args))
-        self._drop = abi.PJRT_Event_Destroy_Args(struct_size=abi.struct_size(abi.PJRT_Event_Destroy_Args))
-        self._calls = (
-            (client.plugin.function("PJRT_Buffer_ToHostBuffer"), ctypes.addressof(self._args)),
-            (client.plugin.function("PJRT_Event_Await"), ctypes.addressof(self._await)),
-            (client.plugin.function("PJRT_Event_Destroy"), ctypes.addressof(self._drop)),
-        )
+        self._await = abi.PJRT_Event_Await_Args()
+        self._drop = abi.PJRT_Event_Destroy_Args()
+        self._calls = _calls(client, self._args, self._await, self._drop)
 
     def read(self, buffer: Buffer) -> None:
         """Copy `buffer` (of this dtype and dims) to `memory`, dense and row-major, when what makes it is done.
